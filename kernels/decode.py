@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import LOG2E, tanh
-from kernels.launch import INTERPRETED, block_d, precision, shared_memory
+from kernels.launch import INTERPRETED, shared_memory
 from kernels.problem import LOWEST
 
 START = tl.constexpr(LOWEST)
@@ -31,17 +31,15 @@ STAGES = 3  # tiles in flight, where the memory of a processor has room for thos
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
-def decode(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor, scale: float, softcap: float | None,
-    slopes: Tensor | None, window: int | None,
-) -> Tensor:  # fmt: skip
+def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slopes, window: int | None) -> Tensor:
     """o (B, H, 1, D): attention of the new token to itself and the places before `at`. Writes k and v to place `at`.
 
     float32, float16 or bfloat16; keys and values contiguous. at: int64 (1,), the position of the new token, below S.
     scale, softcap, slopes, window: as in kernels/problem.py.
     """
     (B, H, _, D), (H_kv, S) = q.shape, keys.shape[1:3]
-    N, G, BLOCK_D = B * H_kv, H // H_kv, block_d(D)
+    N, G, BLOCK_D = B * H_kv, H // H_kv, max(16, triton.next_power_of_2(D))
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     BLOCK_N = (32 if q.dtype == torch.float32 else 64) // (2 if BLOCK_D > 128 else 1)
     splits = min(splits_for(N, q.device), triton.cdiv(S, BLOCK_N))
@@ -53,7 +51,7 @@ def decode(
     with torch.cuda.device_of(q):
         decode_kernel[(N, splits)](
             q, k, v, keys, values, at, acc, sums[0], sums[1], slopes, S, H_kv, window,
-            scale, scale * math.log2(math.e), softcap, G, D, rows, BLOCK_D, BLOCK_N, precision(q.dtype),
+            scale, scale * math.log2(math.e), softcap, G, D, rows, BLOCK_D, BLOCK_N, "tf32" if tf32 else "ieee",
             num_warps=4, num_stages=stages,
         )  # fmt: skip
         merge_kernel[(B * H,)](acc, sums[0], sums[1], o, splits, D, BLOCK_D, triton.next_power_of_2(splits))

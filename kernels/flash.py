@@ -20,11 +20,8 @@ backward; Salmon et al. 2011 for Philox.
 Difference from the paper: the backward makes two passes, without atomic additions. It computes the scores twice, so it
 takes seven products instead of five. But no two programs add to the same number, so a second run gives the same bits.
 
-Optimizations:
-- s and m are in base 2. The hardware has exp2, so log2(e) goes into the scale.
-- Tiles in which every key is visible run in a loop without the mask.
-- The tiles with the most work start first.
-- From Hopper on the hardware loads tiles through tensor descriptors, which handle strides and edges.
+s and m are in base 2: the hardware has exp2, so log2(e) goes into the scale. From Hopper on the hardware loads tiles
+through tensor descriptors, which handle strides and edges.
 """
 
 import math
@@ -41,11 +38,8 @@ LN2 = tl.constexpr(math.log(2))
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What a kernel is compiled for: every field is a constexpr.
-
-    At every launch Triton looks up the compiled kernel by its How. how() of kernels/launch.py makes each one once, so
-    that they compare by identity.
-    """
+    """What a kernel is compiled for: every field is a constexpr. At every launch Triton looks up the compiled kernel by
+    its How. how() of kernels/launch.py makes each one once, so that they compare by identity."""
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -86,8 +80,7 @@ class Task(NamedTuple):
     keep_scale: float  # 1 / (share kept)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels. Below each is its loop over tiles.
+# --- The kernels, each above its loop over tiles ----------------------------------------------------------------------
 
 
 @triton.jit
@@ -96,12 +89,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
     task = Task(*task)
-    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
-    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
-    n = tl.program_id(0) // n_tiles
-    b, h = n // task.H, n % task.H
-    row0 = tile * how.BLOCK_M
-    where = key_tiles(task, b, tile, how)  # start, whole_start, whole_stop, stop, offset of the tile's list
+    n, b, h, row0, where = tile_of_queries(task, how)
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -162,12 +150,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
     keep_scale."""
     task = Task(*task)  # as in forward_kernel
-    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
-    tile = n_tiles - 1 - tl.program_id(0) % n_tiles
-    n = tl.program_id(0) // n_tiles
-    b, h = n // task.H, n % task.H
-    row0 = tile * how.BLOCK_M
-    where = key_tiles(task, b, tile, how)
+    n, b, h, row0, where = tile_of_queries(task, how)
 
     do_i = load(do, b, h, row0, how.BLOCK_M, how)
     o_i = load(o, b, h, row0, how.BLOCK_M, how)
@@ -296,8 +279,7 @@ def score_gradient(p, zp, dp, delta, slope, task):
     return ds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps 1, 2 and 4 of a tile: scores, mask and dropout.
+# --- Steps 1, 2 and 4 of a tile: scores, mask and dropout -------------------------------------------------------------
 
 
 @triton.jit
@@ -389,8 +371,18 @@ def philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which tiles are visited.
+# --- Which tiles are visited ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_of_queries(task, how: tl.constexpr):
+    """n, b, h and the first row of this program's tile of queries, and key_tiles() of it. Most work first: if causal,
+    the last rows see the most keys."""
+    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
+    tile = n_tiles - 1 - tl.program_id(0) % n_tiles
+    n = tl.program_id(0) // n_tiles
+    b = n // task.H
+    return n, b, n % task.H, tile * how.BLOCK_M, key_tiles(task, b, tile, how)
 
 
 @triton.jit
@@ -463,10 +455,8 @@ def in_order(start, whole_start, whole_stop, stop):
 def loop_over(where, PART: tl.constexpr):
     """The range of the loop's counter: the whole tiles or, with PART, the tiles before and after them."""
     if PART:
-        start, stop = where[0], where[3] - (where[2] - where[1])
-    else:
-        start, stop = where[1], where[2]
-    return start, stop
+        return where[0], where[3] - (where[2] - where[1])
+    return where[1], where[2]
 
 
 @triton.constexpr_function
@@ -490,16 +480,13 @@ def tile_at(t, stop, ahead, where, task, PART: tl.constexpr):
     """The number of the t-th tile, and the new `ahead`. Without a list the number is t; with PART it skips the whole
     tiles. With a list it was read into `ahead` one turn earlier, because the tile's loads wait for it."""
     if task.visits is not None:
-        tile, ahead = ahead, read_list(t + 1, stop, where, task)
-    elif PART:
-        tile = t + tl.where(t >= where[1], where[2] - where[1], 0)
-    else:
-        tile = t
-    return tile, ahead
+        return ahead, read_list(t + 1, stop, where, task)
+    if PART:
+        t += tl.where(t >= where[1], where[2] - where[1], 0)
+    return t, ahead
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading and storing tiles.
+# --- Loading and storing tiles ----------------------------------------------------------------------------------------
 
 
 @triton.jit

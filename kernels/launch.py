@@ -1,20 +1,22 @@
 """The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
 GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
-    o, lse, lse2 = forward(q, k, v, problem)
-    dq, dk, dv = backward(q, k, v, o, lse2, do, dlse, problem)
+    o, lse, lse2 = forward(q, k, v, problem, visits)
+    dq, dk, dv = backward(q, k, v, o, lse2, do, dlse, problem, visits)
 
 B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
-Documents and block masks need tables besides: which tiles are visited, by visits() of model/mask.py.
+visits is the function of model/mask.py. It is an argument, because kernels/ imports nothing of model/.
 """
 
 import math
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,42 +25,33 @@ from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
 from kernels.problem import LOWEST, Problem, as_heads, runs_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
-NARROW = 512  # keys in a window: below, the Hopper forward is slower with dropout than the portable one
+Visits = Callable[..., Tensor] | None  # None will do without documents and block masks
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, table: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
     """o (B, H, T, D), lse, and lse in base 2 for the backward, float32. A row that sees no key: o = 0, lse = -inf."""
     B, H, T, D = q.shape
     refuse(q.dtype, D, q.device)
     o, lse, lse2 = as_heads(q), *(q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
-    if q.numel() == 0:
-        return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if hopper(q, problem):
             from kernels.hopper.forward import launch_forward  # here, because other GPUs need no Gluon
 
-            launch_forward(q, k, v, o, lse, lse2, problem, table)
+            launch_forward(q, k, v, o, lse, lse2, problem, visits)
             return o, lse, lse2
         tile = tiles_for("forward", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        task = task_of(q, k, problem, table)
+        task = task_of(q, k, problem, tile, "rows", visits)
         args: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
         launch(forward_kernel, -(-T // M) * B * H, args, q, problem, tile)
     return o, lse, lse2
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, problem: Problem,
-    of_dq: Tensor | None = None, of_dkdv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, like q, k and v. dlse: None if the loss does not use lse."""
     (B, H, T, _), (H_kv, T_k) = q.shape, k.shape[1:3]
     dq, dk, dv = as_heads(q), as_heads(k), as_heads(v)
-    if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
     if "stale_seed" in problem.broken and problem.seed is not None:
@@ -75,15 +68,17 @@ def backward(
 
         tile = tiles_for("dq", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
-        args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task_of(q, k, problem, of_dq), padded
+        task = task_of(q, k, problem, tile, "rows", visits)
+        tensors: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
+        args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task, padded
         launch(dq_kernel, -(-T // M) * B * H, args, q, problem, tile)
 
         filled, tile = M, tiles_for("dkdv", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
         assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
-        rows, keys = [in_tiles(x, M) for x in (q, do)], [in_tiles(x, N) for x in (k, v, dk, dv)]
-        args = rows[0], keys[0], keys[1], rows[1], row_terms, *keys[2:], task_of(q, k, problem, of_dkdv), padded
+        task = task_of(q, k, problem, tile, "columns", visits)
+        tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
+        args = *tensors, row_terms, in_tiles(dk, N), in_tiles(dv, N), task, padded
         launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, tile)
     return dq, dk, dv
 
@@ -91,36 +86,18 @@ def backward(
 @cache
 def refuse(dtype: torch.dtype, D: int, device: torch.device) -> None:
     """Raises ValueError where these kernels cannot run."""
-    why = None
     if not (runs_kernels(device) or INTERPRETED):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        why = f"its kernels run on NVIDIA's GPUs from Ampere on, not on {name}; use attention=sdpa or attention=tiled"
-    elif dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        why = f"has float32, float16 and bfloat16, not {dtype}; use attention=tiled"
-    elif D > 256:
-        why = f"has head sizes of 256 at most, not {D}; use attention=tiled or more heads"
-    elif dtype == torch.float32 and D > 128 and shared_memory(device) < ROOMY:
-        why = f"float32 with head size {D} needs more shared memory than this GPU has; use dtype=bf16"
-    if why:
-        raise ValueError(f"attention=triton: {why}")
+        raise ValueError(
+            f"attention=triton wants an NVIDIA GPU from Ampere on, not {name}; use attention=sdpa or tiled"
+        )
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"attention=triton has float32, float16 and bfloat16, not {dtype}; use attention=tiled")
+    if D > 256:
+        raise ValueError(f"attention=triton has head sizes of 256 at most, not {D}; use attention=tiled or more heads")
 
 
-def forward_tiles(q: Tensor, problem: Problem) -> list[tuple[int, int, str]]:
-    """The table that forward() wants, as arguments of visits(): M, N and form."""
-    if hopper(q, problem):
-        from kernels.hopper import forward
-
-        return [(forward.ROWS, forward.tiles_for(q.shape[3], problem.T_k, False)[0], "ranges")]
-    return [(*tiles_for("forward", q, problem)[:2], "rows")]
-
-
-def backward_tiles(q: Tensor, problem: Problem) -> list[tuple[int, int, str]]:
-    """Those that backward() wants, of dq, and of dk and dv."""
-    return [(*tiles_for("dq", q, problem)[:2], "rows"), (*tiles_for("dkdv", q, problem)[:2], "columns")]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tile sizes.
+# --- Tile sizes -------------------------------------------------------------------------------------------------------
 
 
 class Tiles(NamedTuple):
@@ -162,11 +139,6 @@ def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
     return (MEASURED if problem.seed is None else DROPPING)[kernel][size]
 
 
-def block_d(D: int) -> int:
-    """The width of a tile: D rounded up to a power of two, at least 16."""
-    return max(16, 1 << (D - 1).bit_length())
-
-
 @cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use. Without a GPU: as on the one that the kernels were measured on."""
@@ -189,7 +161,7 @@ def hopper(q: Tensor, problem: Problem) -> bool:
     """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of ON_HOPPER alone."""
     if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
         return False
-    narrow = problem.seed is not None and problem.window is not None and problem.window < NARROW
+    narrow = problem.seed is not None and (problem.window or 512) < 512  # slower than kernels/flash.py with dropout
     others = (value for name, value in problem._asdict().items() if name not in ON_HOPPER)
     return all(value is None for value in others) and not problem.broken and not narrow
 
@@ -199,37 +171,35 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The arguments of a kernel.
+# --- The arguments of a kernel ----------------------------------------------------------------------------------------
 
 
 def launch(kernel: Any, programs: int, args: tuple, q: Tensor, problem: Problem, tile: Tiles) -> None:
-    how_ = how(tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), tuple(problem.broken))
-    kernel[(programs,)](*args, how_, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    compiled_for = how(tile.BLOCK_M, tile.BLOCK_N, q.shape[3], "tf32" if tf32 else "ieee", tuple(problem.broken))
+    kernel[(programs,)](*args, compiled_for, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 @cache
-def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...]) -> How:
-    """What a kernel is compiled for, made once. BLOCK_D: head size, rounded up to a power of two."""
+def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
+    """What a kernel is compiled for, made once."""
     low = -math.inf if "unguarded_mask" in broken else LOWEST
     start = 0.0 if "zero_init_max" in broken or "no_max" in broken else low
     flags = (name in broken for name in ("no_max", "no_rescale_sum", "no_rescale_output", "unguarded_mask"))
-    return How(*map(tl.constexpr, (M, N, BLOCK_D, precision, start, *flags)))
+    return How(*map(tl.constexpr, (M, N, max(16, triton.next_power_of_2(D)), precision, start, *flags)))
 
 
-def precision(dtype: torch.dtype) -> str:
-    """The precision of products: tf32 for float32 inputs if torch allows it, else ieee."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def task_of(q: Tensor, k: Tensor, problem: Problem, table: Tensor | None) -> Task:
-    """The Task of a kernel of kernels/flash.py. table: which tiles it visits; None: it computes that."""
+def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visits: Visits) -> Task:
+    """The Task of a kernel of kernels/flash.py. form: of its table of tiles, as visits() has it."""
+    table = None  # the kernel computes which tiles it visits
+    if problem.documents is not None or problem.blocks is not None:
+        table = visits(problem, tile.BLOCK_M, tile.BLOCK_N, form, q.device)  # type: ignore[misc]
     H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
     at_most = 0 if problem.causal else None if window is None else window - 1
     local_m = local_n = None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
         at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
-    threshold = drop_threshold(problem)
+    threshold = round(256 * problem.dropout_p)
     values = problem._asdict() | {
         "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
         "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
@@ -240,11 +210,6 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, table: Tensor | None) -> Tas
         "threshold": threshold, "zero": 0.0, "keep_scale": 256 / (256 - threshold),
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))
-
-
-def drop_threshold(problem: Problem) -> int:
-    """A weight is dropped if its random byte is below this; 0 without dropout."""
-    return 0 if problem.seed is None else round(256 * problem.dropout_p)
 
 
 class Strided(NamedTuple):
@@ -265,7 +230,7 @@ def in_tiles(x: Tensor, rows: int, layout: Any = None) -> TensorDescriptor | Str
     b, h, t = (step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True))
     if not has_descriptors(x.device):
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
-    block = [1, 1, rows, block_d(x.shape[3])]
+    block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))]
     if layout is None:
         return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor

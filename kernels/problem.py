@@ -27,7 +27,7 @@ class Problem(NamedTuple):
     softcap: float | None  # scores become softcap * tanh(score / softcap)
     slopes: Tensor | None  # float32 (H,), ALiBi: scores become score - slope * distance
     seed: Tensor | None  # int64 scalar, of the mask of model/dropout.py; None: no dropout
-    dropout_p: float  # in steps of 1/256
+    dropout_p: float  # in steps of 1/256; 0 without dropout
     broken: tuple[str, ...]  # the failures of model/break_it.py
 
 
@@ -40,8 +40,7 @@ FIELDS = (
 
 @cache
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: Triton is installed (it is made for Linux only), and it is an NVIDIA GPU from
-    Ampere on."""
+    """Whether Triton is installed (it is made for Linux only), and the device is an NVIDIA GPU from Ampere on."""
     if device.type != "cuda" or torch.version.hip or not find_spec("triton"):
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8

@@ -22,7 +22,6 @@ Sources: Press et al. 2022 (arXiv 2108.12409) for alibi; Gemma 2 (arXiv 2408.001
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -90,29 +89,34 @@ def attention(
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     """
     problem = problem_of(q, k, v, config, causal, seed, documents, break_it)
-    # Autocast would round the float32 sums to bf16, and q, k and v have their dtype already.
-    with torch.autocast(q.device.type, enabled=False):
-        match config.impl:
-            case "naive":
+    match config.impl:
+        case "naive":
+            with without_autocast(q):
                 o, lse = naive(q, k, v, problem)
-            case "tiled" | "triton":
-                o, lse, _ = flash_attention(q, k, v, *problem, config.impl, config.block_m, config.block_n)
-            case "sdpa" if not return_lse:
+        case "tiled" | "triton":
+            o, lse, _ = flash_attention(q, k, v, *problem, config.impl, config.block_m, config.block_n)
+        case "sdpa" if not return_lse:
+            with without_autocast(q):
                 return sdpa(q, k, v, problem)
-            case "sdpa":
-                raise ValueError("attention=sdpa returns no lse; use attention=tiled or attention=triton")
-            case _:
-                raise ValueError(f"attention.impl={config.impl} cannot run; resolve() it at start-up")
+        case "sdpa":
+            raise ValueError("attention=sdpa returns no lse; use attention=tiled or attention=triton")
+        case _:
+            raise ValueError(f"attention.impl={config.impl} cannot run; resolve() it at start-up")
     return (o, lse) if return_lse else o
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """It would round float32 sums to bf16, and q, k and v have their dtype already. Not around the op of tiled and
+    triton: torch.compile does not keep a graph with autocast in it for the next run."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documents=None, break_it=UNBROKEN) -> Problem:
     """The arguments of attention(), checked, as one Problem. Raises ValueError."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
-        raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
-    if 0 in k.shape or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
+    fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fit or 0 in (*q.shape, *k.shape) or q.shape[1] % k.shape[1]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D), with H a multiple of H_kv")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()):
         raise ValueError(f"q {q.dtype} {q.device}, k {k.dtype} {k.device}, v {v.dtype} {v.device}: want one of each")
     (_, H, T, D), T_k = q.shape, k.shape[2]
@@ -128,10 +132,11 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     if break_it.broken:
         check_failures(config, break_it, causal, documents)
     window = config.window if config.window and config.window < T + T_k else None  # a wider one hides nothing
+    dropping = seed is not None and config.dropout_p > 0
     return Problem(
         T, T_k, causal, window, documents, blocks, config.block_mask_size, scale * break_it.score_gain,
-        config.softcap, alibi_slopes(H, q.device) if config.alibi else None, seed if config.dropout_p > 0 else None,
-        config.dropout_p, break_it.broken,
+        config.softcap, alibi_slopes(H, q.device) if config.alibi else None, seed if dropping else None,
+        config.dropout_p if dropping else 0.0, break_it.broken,
     )  # fmt: skip
 
 
@@ -154,12 +159,12 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
     return torch.tensor(slopes[:H], device=device)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# naive: the definition. Autograd keeps several (B, H, T, T_k) tensors for the backward, which tiling avoids.
+# --- naive and sdpa ---------------------------------------------------------------------------------------------------
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """o (B, H, T, D) and lse (B, H, T), by the formulas."""
+    """o (B, H, T, D) and lse (B, H, T), by the formulas. Autograd keeps several (B, H, T, T_k) tensors, which tiling
+    avoids."""
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
@@ -189,10 +194,6 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# sdpa.
-
-
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """PyTorch's scaled_dot_product_attention. Dropout is PyTorch's own: another mask, and dropout_p is not rounded."""
     T, T_k, bias = problem.T, problem.T_k, None
@@ -200,14 +201,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones
         causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0]
     return F.scaled_dot_product_attention(
-        q, k, v, bias, 0.0 if problem.seed is None else problem.dropout_p, is_causal=causal, scale=problem.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+        q, k, v, bias, problem.dropout_p, is_causal=causal, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# tiled and triton: one op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k,
-# v, o and lse, and its backward computes the weights again.
+# --- tiled and triton -------------------------------------------------------------------------------------------------
+# One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse.
 
 
 def forward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,13 +214,14 @@ def forward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
     *fields, impl, M, N = rest
     problem = Problem(*fields)
     if impl == "tiled":
-        return tiled.forward(q, k, v, problem, M, N)
+        with without_autocast(q):
+            return tiled.forward(q, k, v, problem, M, N)
     from kernels import launch  # here, because triton is made for Linux only
 
-    return launch.forward(q, k, v, problem, *tables(q, problem, launch.forward_tiles))
+    return launch.forward(q, k, v, problem, visits)
 
 
-def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, ...]:
     """dq, dk, dv. dlse: None if the loss does not use lse."""
     *fields, impl, M, N = rest
     problem = Problem(*fields)
@@ -229,14 +229,7 @@ def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, Tensor, Tensor]
         return tiled.backward(q, k, v, o, lse2, do, dlse, problem, M, N)
     from kernels import launch
 
-    return launch.backward(q, k, v, o, lse2, do, dlse, problem, *tables(q, problem, launch.backward_tiles))
-
-
-def tables(q: Tensor, problem: Problem, tiles_of: Callable) -> list[Tensor]:
-    """Which tiles the kernels visit, if documents or blocks decide that; else none."""
-    if problem.documents is None and problem.blocks is None:
-        return []
-    return [visits(problem, M, N, form, q.device) for M, N, form in tiles_of(q, problem)]
+    return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
 
 
 REST = f"{FIELDS}, str impl, SymInt M, SymInt N"
@@ -257,8 +250,7 @@ def _(q, k, v, *rest):
 
 @torch.library.register_fake("tilegpt::attention_backward")
 def _(q, k, v, *rest):
-    dq, dk, dv = (as_heads(x) if rest[-3] == "triton" else x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv
+    return tuple(as_heads(x) if rest[-3] == "triton" else x.new_empty(x.shape) for x in (q, k, v))
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -267,16 +259,13 @@ def keep_for_backward(ctx, inputs, output):
     ctx.mark_non_differentiable(lse2)
     ctx.set_materialize_grads(False)
     ctx.rest = [None if isinstance(x, Tensor) else x for x in rest]
-    ctx.tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
-    ctx.save_for_backward(q, k, v, o, lse2, *(rest[i] for i in ctx.tensors))
+    ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in rest))
 
 
 @once_differentiable
 def backward_of_op(ctx, do, dlse, _):
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
-    rest = list(ctx.rest)
-    for i, x in zip(ctx.tensors, tensors, strict=True):
-        rest[i] = x
+    rest = [x if saved is None else saved for x, saved in zip(ctx.rest, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do
     return *flash_backward(q, k, v, o, lse2, do, dlse, *rest), *[None] * len(rest)
 
@@ -284,8 +273,7 @@ def backward_of_op(ctx, do, dlse, _):
 torch.library.register_autograd("tilegpt::attention", backward_of_op, setup_context=keep_for_backward)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What runs where.
+# --- What runs where --------------------------------------------------------------------------------------------------
 
 
 def resolve(

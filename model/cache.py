@@ -37,8 +37,7 @@ class KVCache:
         dtype = torch.get_autocast_dtype(device.type) if low else weight.dtype
         shape = B, config.kv_heads, config.context_length, config.head_size
         self.layers = [LayerCache(self, shape, dtype, device) for _ in model.blocks]
-        self.length = 0  # tokens that are held
-        # The same on a GPU, for kernels/decode.py.
+        self.length = 0  # tokens that are held; self.position has it on the device, for kernels/decode.py
         triton = model.attention_config.impl == "triton"
         self.position: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
 

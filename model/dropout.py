@@ -5,12 +5,11 @@
 A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
 function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
 
-The mask does not depend on tiles or launches: a 16 x 16 tile in the forward and a 128 x 64 tile in the backward get the
-same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would overflow,
-and repeat the mask from T = 18,919 on with 12 heads.
+The mask does not depend on tiles or launches. The counter is four 32-bit words; a single one, (n*T + row)*T_k + column,
+would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
-Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds.
-Seven is the fewest that pass the paper's statistical tests. The paper's ten include a margin, not needed here.
+Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds,
+the fewest that pass the paper's statistical tests.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights, 8 bits each:

@@ -152,9 +152,7 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         if config.recompute == "selective" and attention_config.impl == "naive":
-            raise ValueError(
-                "model.recompute=selective keeps o and lse, but naive needs its weights; use model.recompute=true"
-            )
+            raise ValueError("model.recompute=selective keeps o and lse, not naive's weights; use model.recompute=true")
         if "unrestored_seed" in break_it.broken and config.recompute != "true":
             raise ValueError(f"break_it={break_it.label}: no block is computed again; use model.recompute=true")
         self.config, self.attention_config, self.break_it = config, attention_config, break_it

@@ -27,10 +27,8 @@ TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a
 Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...) is called after each tile
 
 
-def tiles_of(
-    problem: Problem, M: int, N: int, device: torch.device
-) -> Iterator[tuple[range, list[tuple[range, bool]]]]:
-    """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it."""
+def tiles_of(problem: Problem, M: int, N: int, device: torch.device) -> Iterator[tuple[range, list]]:
+    """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it: (range, bool)."""
     some, all_ = tile_table(problem, M, N, device)
     visit, cut = some.any(0).tolist(), (~all_).any(0).tolist()  # of any sequence of the batch
     columns = [range(j, min(j + N, problem.T_k)) for j in range(0, problem.T_k, N)]
@@ -77,9 +75,7 @@ def online_softmax(s: Tensor, m: Tensor, l: Tensor, broken: tuple[str, ...] = ()
     return p, m_new, l, torch.ones_like(alpha) if "no_rescale_output" in broken else alpha
 
 
-def backward(
-    q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch: Watch = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch: Watch = None) -> tuple[Tensor, ...]:
     """Steps 7 to 12: dq, dk, dv like q, k, v. The weights are computed again from lse2. dlse: None, or like lse."""
     if problem.seed is not None and "stale_seed" in problem.broken:
         problem = problem._replace(seed=problem.seed + 1)

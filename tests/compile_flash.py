@@ -107,8 +107,8 @@ def empty(*shape: int, dtype: str = "float32") -> torch.Tensor:
 def attention(dtype: str, D: int, **more) -> None:
     q, lse = empty(1, 2, 256, D, dtype=dtype), empty(1, 2, 256)
     problem = PLAIN._replace(T=256, T_k=256, **more)
-    launch.forward(q, q, q, problem, None)
-    launch.backward(q, q, q, q, lse, q, None, problem, None, None)
+    launch.forward(q, q, q, problem)
+    launch.backward(q, q, q, q, lse, q, None, problem)
 
 
 def hopper_forward(dtype: str, D: int) -> None:
@@ -119,8 +119,7 @@ def hopper_forward(dtype: str, D: int) -> None:
     everything = {"window": 100, "documents": numbers, **DROPOUT}
     for T, T_k, more in ((500, 500, {}), (97, 500, {}), (500, 500, everything), (500, 2548, {}))[: 4 if D == 64 else 3]:
         q, k, lse = empty(1, 4, T, D, dtype=dtype), empty(1, 2, T_k, D, dtype=dtype), empty(1, 4, T)
-        table = numbers.int() if more else None
-        launch_forward(q, k, k, q, lse, lse, PLAIN._replace(T=T, T_k=T_k, **more), table)
+        launch_forward(q, k, k, q, lse, lse, PLAIN._replace(T=T, T_k=T_k, **more), lambda *_: numbers.int())
 
 
 def hopper_backward(dtype: str, D: int) -> None:

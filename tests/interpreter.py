@@ -12,7 +12,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
 
@@ -60,16 +59,7 @@ def call(self, *args, **kwargs):
     return self.rewrite()(*args, **kwargs)
 
 
-def np_dtype(dtype):
-    """Triton would make a table of all dtypes at each call: a tenth of all the time."""
-    if dtype.name not in np_dtypes:
-        np_dtypes[dtype.name] = np_dtype_of_triton(dtype)
-    return np_dtypes[dtype.name]
-
-
 in_place: set[str] = set()
-np_dtypes: dict[str, np.dtype] = {}
-np_dtype_of_triton, interpreter._get_np_dtype = interpreter._get_np_dtype, np_dtype
 InterpretedFunction.__call__ = call
 as_it_was = InterpreterBuilder.cast_impl
 InterpreterBuilder.cast_impl = cast

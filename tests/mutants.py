@@ -85,7 +85,7 @@ TABLE = {
          "hopper::test_no_order_of_jobs_and_copies_changes_a_bit slow")],
     "training/step.py": [
         ("gradients are never clipped", "if self.grad_clip:", "if False:", "arithmetic"),
-        ("the loss is not divided by the passes", "(len(batch.x) * self.ranks.size)", "self.ranks.size", "step"),
+        ("the loss is not divided by the passes", "(len(batch.x) * self.ranks.size)", "self.ranks.size", "arithmetic"),
         ("fp16 takes infinite gradients", "self.stopped | ~norm.isfinite()", "self.stopped", "step")],
     "training/checkpoint.py": [
         ("best is the highest loss", "return min(losses,", "return max(losses,", "checkpoint"),

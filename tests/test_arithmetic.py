@@ -17,7 +17,7 @@ from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_float64_right, assert_within_budget
-from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
+from training.optimizer import OptimizerConfig, build_optimizers, learning_rate
 from training.step import TrainStep
 
 T, V = 32, 61
@@ -112,11 +112,6 @@ def test_a_training_is_its_formulas(run):
     found, right = run.by_steps("tiled", torch.float64), run.plain()
     for names, terms in ((["losses", "norms"], 2 * run.passes), (found.keys() - {"losses", "norms"}, 4 * 256 * 32)):
         assert_float64_right({name: found[name] for name in names}, {name: right[name] for name in names}, terms)
-
-
-def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():
-    assert base_rate(768, "adamw") == 6e-4
-    assert base_rate(128, "adamw") == 6 * base_rate(768, "adamw")
 
 
 RECORDED = {

@@ -6,7 +6,7 @@ tests/test_flash.py, what only a GPU shows in tests/test_gpu.py.
 
 import math
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import pytest
 import torch
@@ -117,8 +117,9 @@ def test_a_row_that_sees_one_key_copies_its_value_and_moves_no_score(case, dtype
     found = run(inputs, case, replace(TILED, block_m=16, block_n=16))
     assert torch.equal(found["o"], inputs["v"])
     eps = torch.finfo(torch.float32).eps
-    # The backward's weight is exp2(s - lse2), and lse2 was rounded: the weight is 1 to |lse2| eps.
-    off = 4 * found["lse"].abs().clamp(min=1)[..., None] * eps + torch.finfo(dtype).eps
+    # The backward's weight is exp2(s - lse2). lse2 is off by half its eps, which moves the weight by |lse| eps / 2, and
+    # exp2 by one eps at most. The rest is the rounding of dv to its dtype.
+    off = 2 * found["lse"].abs().clamp(min=1)[..., None] * eps + torch.finfo(dtype).eps
     assert ((found["dv"] - inputs["do"]).abs() <= inputs["do"].abs() * off).all()
     ds = case.D**0.5 * eps * (inputs["do"].double() * inputs["v"].double()).abs().sum(-1, keepdim=True)
     assert (found["dq"].double().abs() <= ds * inputs["k"].double().abs()).all()
@@ -143,25 +144,11 @@ def test_tileds_gradients_in_16_bits_are_rounded_once_however_many_tiles_add_to_
 @OURS
 def test_products_of_q_and_k_may_leave_fp16_where_their_scores_do_not(row, sign):
     """q k^T is 102,400 here and the score 12,800; fp16 ends at 65,504."""
-    q, v = torch.full((1, 1, 8, 64), 40.0), torch.randn(1, 1, 8, 64).half().float()
-    right, lse = attention(q, sign * q, v, NAIVE, return_lse=True)
-    o, found = attention(*(x.half().to(row.device) for x in (q, sign * q, v)), row.config, return_lse=True)
-    assert (o.cpu() - right).abs().max() <= 2 * torch.finfo(torch.float16).eps * v.abs().max()
-    assert torch.allclose(found.cpu(), lse)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@FLASH
-def test_a_weight_that_has_all_of_its_row_is_exactly_1(row, dropout_p):
-    q, k, v = (torch.zeros(1, 1, 200, 64, dtype=torch.bfloat16) for _ in "qkv")
-    q[..., 0], k[..., 70, 0] = 1, 1
-    v.uniform_(1, 2, generator=torch.Generator().manual_seed(0))
-    config = replace(row.config, dropout_p=dropout_p, softmax_scale=17.3)  # a score that is rounded
-    o = attention(*(x.to(row.device) for x in (q, k, v)), config, seed=torch.tensor(3, device=row.device)).cpu()
-    kept = o[0, 0, 70:, 0] > 0.5  # the others have their small weights left
-    assert kept.any()
-    assert kept.all() == (dropout_p == 0)
-    assert torch.equal(o[0, 0, 70:][kept], v[0, 0, 70:71].expand(130, 64)[kept] / (1 - dropout_p))
+    q, v, found = torch.full((1, 1, 8, 64), 40.0), torch.randn(1, 1, 8, 64).half(), []
+    for config, dtype in ((row.config, torch.float16), (NAIVE, torch.float32), (NAIVE, torch.float64)):
+        o, lse = attention(*(x.to(row.device, dtype) for x in (q, sign * q, v)), config, return_lse=True)
+        found.append({"o": o, "lse": lse})
+    assert_within_budget(*found)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +371,7 @@ def cat() -> list[Tensor]:
 @pytest.mark.parametrize("config", [NAIVE, replace(TILED, block_m=2, block_n=2)], ids=["naive", "tiled"])
 def test_the_worked_example_has_its_output_and_lse(config):
     o, lse = attention(*cat(), config, causal=False, return_lse=True)
-    to_four_places = partial(torch.testing.assert_close, rtol=0, atol=5e-5)
-    to_four_places(o[0, 0], torch.tensor(CAT_OUTPUT).double())
+    assert (o[0, 0] - torch.tensor(CAT_OUTPUT)).abs().max() <= 5e-5  # half of the last of four places
     for found, m, l in zip(lse.flatten().tolist(), CAT_M, CAT_L, strict=True):
         assert math.log(l - 5e-5) <= found - m <= math.log(l + 5e-5)  # l is known to half of its last place
 
@@ -404,6 +390,7 @@ REFUSED = {  # inputs, options of the configuration, arguments of attention(), w
     "batches": ((X, zeros(2, 2, 8, 4), zeros(2, 2, 8, 4)), {}, {}, "(2, 2, 8, 4)"),
     "head sizes": ((X, zeros(1, 2, 8, 8), zeros(1, 2, 8, 8)), {}, {}, "(1, 2, 8, 8)"),
     "heads": ((zeros(1, 3, 8, 4), X, X), {}, {}, "3"),
+    "no queries": ((zeros(1, 2, 0, 4), X, X), {}, {}, "(1, 2, 0, 4)"),
     "dtypes": ((X, X.bfloat16(), X), {}, {}, "bfloat16"),
     "documents of another length": ((X, X, X), {}, {"documents": zeros(1, 7).int()}, "(1, 7)"),
     "documents with fewer keys": ((zeros(1, 2, 9, 4), X, X), {}, {"documents": zeros(1, 8).int()}, "(1, 8)"),

@@ -91,14 +91,6 @@ def test_the_likeliest_tokens_are_those_of_a_loop_by_hand_past_the_context_too(n
     assert len(right.unique()) > 10
 
 
-@pytest.mark.parametrize("name", ["rope", "window"])
-def test_the_cache_changes_no_token_that_is_drawn(name):
-    model, idx = made("naive", name, torch.float64), prompts(1, 9).expand(4, -1)
-    found = [written(model, idx, 30, Sampler(2.0, 40, 0.9), cache=cache) for cache in (True, False)]
-    assert torch.equal(*found)
-    assert len(found[0].unique(dim=0)) == 4  # samples of one prompt differ
-
-
 @torch.no_grad()
 def test_under_autocast_the_cache_is_bf16_and_the_logits_are_within_the_budget():
     idx, model = prompts(1, 9), made("tiled")

@@ -82,10 +82,12 @@ def test_the_first_weights_are_normal_of_002_and_smaller_where_a_matrix_adds_to_
 
 @families
 def test_the_loss_is_the_cross_entropy_of_the_logits_and_begins_near_ln_v(family):
-    model, (idx, targets) = gpt(**FAMILIES[family]), torch.randint(50, (2, 4, 64))
+    model, (idx, targets) = gpt(**FAMILIES[family]).double(), torch.randint(50, (2, 4, 64))
     loss, logits = model(idx, targets), model(idx)
-    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    assert abs(float(loss) - math.log(50)) < 0.05  # logits have a deviation of about 0.02 sqrt(32)
+    assert_float64_right({"loss": loss}, {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}, terms=50)
+    # Logits have a deviation of about 0.02 sqrt(32). It adds half its square; and five standard errors of 256 targets.
+    sigma = 0.02 * math.sqrt(32)
+    assert abs(float(loss) - math.log(50)) < sigma**2 / 2 + 5 * sigma / math.sqrt(256)
 
 
 def test_rope_turns_a_position_by_powers_of_the_base():
@@ -101,16 +103,6 @@ def test_rope_turns_a_position_by_powers_of_the_base():
         z = torch.complex(a, b) * torch.exp(1j * angle)
         turned[dtype] = {"x": torch.cat((z.real, z.imag), -1)}
     assert_within_budget({"x": rotate(x, rope)}, turned[np.float32], turned[np.float64])
-
-
-def test_with_rope_scores_depend_on_the_distance_alone():
-    q, k = (torch.randn(1, 1, 40, 16) for _ in "qk")
-    scores = []
-    for start in (0, 1000):
-        rope = rope_table(torch.arange(start, start + 40), 16, 10000.0)
-        scores.append(rotate(q, rope) @ rotate(k, rope).mT)
-    # Angles up to 1,040 are rounded by 1,040 eps / 2, which turns products of up to D terms by as much.
-    assert error(*scores) <= 16 * 1040 * torch.finfo(torch.float32).eps
 
 
 def test_positions_past_8192_stay_apart_under_autocast_too():
@@ -139,6 +131,7 @@ def test_q_and_k_are_normed_head_by_head_before_they_are_turned():
     )
     s = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     right = layer.out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    # rotate() rounds q and k to float32, and a result is a sum of 24 products.
     assert error(layer(x, rope), right) <= 24 * torch.finfo(torch.float32).eps * float(right.abs().max())
 
 
@@ -258,8 +251,7 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(form):
     torch.compiler.reset()
     impl = {"impl": "tiled", "window": 20, "dropout_p": 0.0}
     plain, compiled = (gradients(form, impl, through=way, **MODERN) for way in (lambda model: None, by_block))
-    for x, y in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(plain, compiled, strict=True))
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def given(case: Case) -> tuple:
     inputs = case.inputs(BF16)
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
     problem = problem_of(q, k, v, case.configure(TRITON), case.causal, torch.tensor(SEED))
-    o, _, lse2 = launch.forward(q, k, v, problem, None)
+    o, _, lse2 = launch.forward(q, k, v, problem)
     return q, k, v, o, lse2, do, dlse, problem
 
 
@@ -40,12 +40,12 @@ def forward(case: Case, seed: int = 0, **changed) -> list[Tensor]:
     """o and lse. The backward is tested by itself: it takes as long."""
     q, k, v, *_, problem = given(case)
     with hopper_on_cpu(seed, **changed):
-        return list(launch.forward(q, k, v, problem, None)[:2])
+        return list(launch.forward(q, k, v, problem)[:2])
 
 
 def backward(case: Case, seed: int = 0, **changed) -> list[Tensor]:
     with hopper_on_cpu(seed, **changed):
-        return list(launch.backward(*given(case), None, None))
+        return list(launch.backward(*given(case)))
 
 
 def same(found: list[Tensor], right: list[Tensor]) -> bool:
@@ -138,7 +138,7 @@ WAITS = {
     # A consumer that frees a tile without waiting for it takes the next one for there while it still comes.
     "tile": (FREES, "mbarrier.wait(shared.v_full.index(place), phase)", "pass"),
     "q": (FREES, "mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)", "pass"),
-    "group": (FREES, "mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)", "pass"),
+    "group": (FREES, "mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)", "pass"),
     "o": (FREES, "tma.store_wait(0)  # until the previous o has left its place", "pass"),
     "product": (FREES, "s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
     # An adder that does not wait for its turn, or that passes it on before its sums are in memory.

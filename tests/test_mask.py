@@ -1,19 +1,17 @@
 """The mask says the same of scores and of tiles: tiled, and the kernels by their tables, leave out no visible score and
 treat no tile as whole where a score is hidden."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.problem import Problem
 from model import tiled
-from model.attention import attention, problem_of
+from model.attention import problem_of
 from model.mask import tile_table, visible, visits
 from tests import reference
 from tests.implementations import NAIVE
-from tests.reference import CASES, PICTURE, Case, assert_float64_right, case_name, oracle
+from tests.reference import CASES, PICTURE, Case, case_name
 
 CPU = torch.device("cpu")
 MASKS = [
@@ -134,12 +132,3 @@ def test_documents_of_the_largest_numbers_are_told_apart():
     for documents in (problem.documents, numbers):
         small.append(visits(problem._replace(documents=documents), 16, 16, "rows", CPU))
     assert torch.equal(*small)
-
-
-def test_the_scale_is_the_configurations_or_else_one_over_the_root_of_the_head_size():
-    case = Case(40, D=16)
-    inputs = case.inputs(torch.float64)
-    for scale in (None, 0.6):
-        o = attention(*(inputs[name] for name in "qkv"), replace(NAIVE, softmax_scale=scale))
-        right = oracle(inputs, replace(case, softmax_scale=scale or 0.25))
-        assert_float64_right({"o": o}, {"o": right["o"]}, terms=40)

@@ -17,8 +17,11 @@ those before the NaN.
 B batch size, T sequence length. A step's batch has an axis in front, the passes: (passes, B, T).
 """
 
+import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getfile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -93,6 +96,8 @@ class TrainStep:
         self.mode, self.grad_clip, self.stop_on_nan, self.ranks = mode, grad_clip, stop_on_nan, ranks
         self.device = device = next(model.parameters()).device
         if mode != "eager":
+            # torch keeps graphs for the next run. It finds them by the ops' names, so their source belongs to the key.
+            torch.compiler.config.cache_key_tag = hashlib.sha256(Path(getfile(AttentionConfig)).read_bytes()).hexdigest()
             for block in model.blocks:  # alike, so compiled once; the whole model takes ten times as long to compile
                 block.compile(dynamic=False)
         self.ahead = AHEAD.get(device.type, 0)

@@ -4,13 +4,14 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
     q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
 
 The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
-dk and dv. This file computes it once, in five matrix products for each tile instead of seven:
+dk and dv. This file computes it once, in five matrix products for each tile instead of seven. A program has 2 * KEYS
+rows of keys and values, and visits the tiles of queries that see them:
 
-    a tile of keys, transposed       8: s = k q^T, p        10: dp = v do^T     11: ds
-    sums over its tiles of queries   9: dv += p do          12: dk += ds q
-    added to a sum in memory         12: dq += ds^T k
+    a tile, transposed                 8: s = k q^T, p        10: dp = v do^T     11: ds
+    sums over the tiles of queries     9: dv += p do          12: dk += ds q
+    added to a sum in memory          12: dq += ds^T k
 
-A program has 2 * KEYS rows of keys and values, and visits the tiles of queries that see them. Its jobs:
+Its jobs:
 
     producer    one warp: takes the next tile of keys; copies k and v, then tiles of q and do, with -lse2 and -delta
     consumer    two, of four warps each: s, p, dp and ds of KEYS keys, whose dk and dv stay in registers; then half of
@@ -19,8 +20,7 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
 
 - The tiles of keys add to a tile of dq in a fixed order, the last tile of keys first: then two runs give the same bits.
   `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
-- ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq, in the order in
-  which threads hold them: see in_thread_order(). All else stays in registers.
+- ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq.
 - Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
 Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. docs/hopper.md tells more.
@@ -47,8 +47,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.forward import all_threads, as_matrix, as_operand, barriers, philox, processors, shared_layout
-from kernels.launch import drop_threshold, in_tiles
+from kernels.hopper.forward import (
+    all_threads,
+    as_matrix,
+    as_operand,
+    barriers,
+    copy,
+    pass_turn,
+    philox,
+    processors,
+    shared_layout,
+    tell,
+    told,
+    wait_turn,
+)
+from kernels.launch import in_tiles
 from kernels.problem import Problem
 
 
@@ -64,42 +77,39 @@ def add_out(x, at, tile, _semantic=None):
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
-# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other, but they compete for
-# shared memory. What is faster was measured.
+# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
 LATE = {64: True, 128: False}
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What the kernel is compiled for: every field is a constexpr. how() makes each one once."""
+    """What the kernel is compiled for: every field is a constexpr."""
 
     KEYS: gl.constexpr  # of one consumer
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
     LATE: gl.constexpr
-    TURNS: gl.constexpr  # the consumers start their tiles in turn: wait_turn()
+    CONSUMERS: gl.constexpr  # 2, as wait_turn() of forward.py wants to know
+    TURNS: gl.constexpr  # the consumers start their tiles in turn, so that one computes while the other multiplies
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
 
 
-class Sizes(NamedTuple):
+class Task(NamedTuple):
+    """What to compute."""
+
     begin: int  # b * H_kv + h_kv of the first key head of this launch
     N: int  # of key heads of this launch
     H: int
     G: int  # H / H_kv: query heads that share a key head
     T: int
     T_k: int
-
-
-class Scoring(NamedTuple):
-    """How products become weights and gradients."""
-
     scale2: float  # softmax_scale * log2(e)
     dk_scale: float  # what the sums of dk and dq are multiplied by
     dv_scale: float  # 1 / (share kept)
     seed: Tensor  # of the masks of dropout; without, any tensor
-    threshold: int
+    threshold: int  # a weight is dropped if its random byte is below this
 
 
 class Shared(NamedTuple):
@@ -111,7 +121,7 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor  # (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
     ds: gl.shared_memory_descriptor  # (4, KEYS, BLOCK_M): of two tiles by two consumers
-    dq: gl.shared_memory_descriptor  # (4, 1, 1, 16, 256): halves of two tiles, by two consumers, see in_thread_order
+    dq: gl.shared_memory_descriptor  # (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
@@ -127,18 +137,14 @@ class Shared(NamedTuple):
     taken_free: gl.shared_memory_descriptor
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The launch.
+# --- The launch -------------------------------------------------------------------------------------------------------
 
 
-def launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, problem: Problem,
-) -> None:  # fmt: skip
+def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) -> None:
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
-    threshold = drop_threshold(problem)
+    threshold = round(256 * problem.dropout_p)
     keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
@@ -152,8 +158,7 @@ def launch_backward(
         in_tiles(terms, 1, FLAT),
     ]
     unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
-    # One key head needs the sums of dq of its G query heads.
-    of_one = 4 * G * tiles * rows * D
+    of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
     for begin in range(0, B * H_kv, at_once):
@@ -173,11 +178,10 @@ def launch_backward(
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # row after row
 
 
-@cache
+@cache  # Triton looks up the compiled kernel by identity
 def how(D: int, causal: bool, dropout: bool) -> How:
-    """Makes the How of these arguments, once."""
     turns = LATE[D] and not dropout  # where they were faster
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout)))
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], 2, turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -210,7 +214,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
     halves = 2 * tl.cdiv(T, ROWS)
     n, half = tl.program_id(0) // halves, tl.program_id(0) % halves
     x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
-    x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes in_thread_order()
+    x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes hand_over()
     i, d = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     if D == 128:
         i, d = i + half // 2 * 64, d + half % 2 * 64
@@ -221,16 +225,15 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
     tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, x.to(dq.dtype.element_ty), mask=i < T)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernel. 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
+# --- The kernel -------------------------------------------------------------------------------------------------------
+# 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
 @gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k", "threshold"])  # compiled once for all lengths
 def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale,
                     seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    sizes = Sizes(begin, N, H, G, T, T_k)
-    scoring = Scoring(scale2, dk_scale, dv_scale, seed, threshold)
+    task = Task(begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale, seed, threshold)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -247,54 +250,54 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, 
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
     gl.warp_specialize([
-        (consumer, (shared, dk, dv, sizes, scoring, how, 0)),
-        (consumer, (shared, dk, dv, sizes, scoring, how, 1)),
-        (producer, (shared, q, do, k, v, terms, counters, sizes, how)),
-        (adder, (shared, sums, counters, sizes, how, 0)),
-        (adder, (shared, sums, counters, sizes, how, 1)),
+        (consumer, (shared, dk, dv, task, how, 0)),
+        (consumer, (shared, dk, dv, task, how, 1)),
+        (producer, (shared, q, do, k, v, terms, counters, task, how)),
+        (adder, (shared, sums, counters, task, how, 0)),
+        (adder, (shared, sums, counters, task, how, 1)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def items_of(sizes, how: gl.constexpr):
+def items_of(task, how: gl.constexpr):
     """How many tiles of 2 * KEYS keys there are."""
-    return sizes.N * gl.cdiv(sizes.T_k, 2 * how.KEYS)
+    return task.N * gl.cdiv(task.T_k, 2 * how.KEYS)
 
 
 @gluon.jit
-def item_at(item, sizes, how: gl.constexpr):
-    """The key head (counted from sizes.begin) and the number of a tile of keys; the first tile of queries that sees it,
+def item_at(item, task, how: gl.constexpr):
+    """The key head (counted from task.begin) and the number of a tile of keys; the first tile of queries that sees it,
     the first that the mask does not cut, and the number of all. Of a head the last keys come first."""
-    per_head = gl.cdiv(sizes.T_k, 2 * how.KEYS)
+    per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
-    stop = gl.cdiv(sizes.T, how.BLOCK_M)
+    stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
-        low = tile * (2 * how.KEYS) + sizes.T - sizes.T_k
+        low = tile * (2 * how.KEYS) + task.T - task.T_k
         first = gl.maximum(low, 0) // how.BLOCK_M
         whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
-    whole = gl.where((tile + 1) * (2 * how.KEYS) > sizes.T_k, stop, whole)
+    whole = gl.where((tile + 1) * (2 * how.KEYS) > task.T_k, stop, whole)
     return n, tile, first, whole, stop
 
 
 @gluon.jit
-def head_at(n, sizes):
+def head_at(n, task):
     """b and h_kv of a key head."""
-    H_kv = sizes.H // sizes.G
-    return (sizes.begin + n) // H_kv, (sizes.begin + n) % H_kv
+    H_kv = task.H // task.G
+    return (task.begin + n) // H_kv, (task.begin + n) % H_kv
 
 
 @gluon.jit
-def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
+def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     """Takes one tile of keys after the other until there are no more, tells the other jobs, and copies the tiles of k,
     v, q and do as they free the places."""
     count = 0  # of tiles of queries, over all tiles of keys
     turn = 0
     item = gl.atomic_add(counters, 1)
     tell(shared, turn, item)
-    while item < items_of(sizes, how):
-        n, tile, first, _, stop = item_at(item, sizes, how)
-        b, h_kv = head_at(n, sizes)
+    while item < items_of(task, how):
+        n, tile, first, _, stop = item_at(item, task, how)
+        b, h_kv = head_at(n, task)
         # A new barrier is past phase 1. So all places begin as free.
         mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
@@ -302,7 +305,7 @@ def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
             row = (2 * tile + c) * how.KEYS
             tma.async_copy_global_to_shared(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
             tma.async_copy_global_to_shared(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
-        for h in range(h_kv * sizes.G, (h_kv + 1) * sizes.G):
+        for h in range(h_kv * task.G, (h_kv + 1) * task.G):
             for t in range(first, stop):
                 place, phase = count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
@@ -310,49 +313,38 @@ def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
                 mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
                 tma.async_copy_global_to_shared(terms, [b, h, t, 0], full, shared.terms.index(place))
                 tma.async_copy_global_to_shared(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
-                full = shared.do_full.index(place)
                 mbarrier.wait(shared.do_free.index(place), phase ^ 1)
-                mbarrier.expect(full, do.block_type.nbytes)
-                tma.async_copy_global_to_shared(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
+                copy(do, b, h, t * how.BLOCK_M, shared.do_full.index(place), shared.do.index(place))
                 count += 1
         # Not earlier: other programs may already wait for the sums of the tile that is taken here.
         item = gl.atomic_add(counters, 1)
         turn += 1
+        mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
         tell(shared, turn, item)
 
 
 @gluon.jit
-def tell(shared, turn, item):
-    """The producer writes the number of the turn's tile of keys. Each of its threads has a place of its own, and the
-    first is read."""
-    mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
-    shared.taken.index(turn & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
-
-
-@gluon.jit
-def told(shared, turn, WARPS: gl.constexpr):
-    """Another job reads that number."""
-    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
-    item = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def next_item(shared, turn, WARPS: gl.constexpr):
+    """Another job, of WARPS warps, reads the number of the turn's tile of keys."""
+    item = told(shared, turn, WARPS)
     all_threads()  # have read it
     mbarrier.arrive(shared.taken_free.index(turn & 1), count=1)
     return item
 
 
 @gluon.jit
-def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
+def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     """Adds the C-th consumer's halves of dq to the sums, each at its turn."""
     count = 0
     turn = 0
-    item = told(shared, turn, 1)
-    while item < items_of(sizes, how):
-        n, tile, first, _, stop = item_at(item, sizes, how)
-        for h in range(n * sizes.G, (n + 1) * sizes.G):
+    item = next_item(shared, turn, 1)
+    while item < items_of(task, how):
+        n, tile, first, _, stop = item_at(item, task, how)
+        for h in range(n * task.G, (n + 1) * task.G):
             for t in range(first, stop):
-                last = gl.cdiv(sizes.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
+                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
                 if how.CAUSAL:
-                    last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + sizes.T_k - sizes.T) // (2 * how.KEYS))
+                    last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
                 half = (h * stop + t) * 2 + C
                 added = counters + (1 + half)
                 place = (count & 1) * 2 + C
@@ -370,43 +362,43 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 gl.atomic_add(added, 1, sem="release")
                 count += 1
         turn += 1
-        item = told(shared, turn, 1)
+        item = next_item(shared, turn, 1)
 
 
 @gluon.jit
-def consumer(shared, dk, dv, sizes, scoring, how: gl.constexpr, C: gl.constexpr):
+def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
     """Steps 8 to 12 for the C-th half of each tile of keys that the producer takes."""
     count = 0  # of tiles of queries, over all tiles of keys
     turn = 0
-    seed = gl.load(scoring.seed) if how.DROPOUT else 0
-    item = told(shared, turn, 4)
+    seed = gl.load(task.seed) if how.DROPOUT else 0
+    item = next_item(shared, turn, 4)
     if C == 1:
         pass_turn(C, how)  # the first turn is consumer 0's
-    while item < items_of(sizes, how):
-        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scoring, seed, how, C)
+    while item < items_of(task, how):
+        count = gradients(count, item, turn & 1, shared, dk, dv, task, seed, how, C)
         turn += 1
-        item = told(shared, turn, 4)
+        item = next_item(shared, turn, 4)
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
 
 
 @gluon.jit
-def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.constexpr, C: gl.constexpr):
+def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
     count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    n, tile, first, whole, stop = item_at(item, sizes, how)
+    n, tile, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    for h in range((sizes.begin + n) * sizes.G, (sizes.begin + n + 1) * sizes.G):
+    for h in range((task.begin + n) * task.G, (task.begin + n + 1) * task.G):
         for t in range(first, whole):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, sizes, scoring, seed, True, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, task, seed, True, how, C)
             count += 1
         for t in range(whole, stop):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, sizes, scoring, seed, False, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, task, seed, False, how, C)
             count += 1
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
@@ -414,10 +406,10 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
         mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
     else:
         both_consumers()  # have read k
-    as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * scoring.dk_scale).to(dk.dtype))
-    as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * scoring.dv_scale).to(dv.dtype))
+    as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * task.dk_scale).to(dk.dtype))
+    as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * task.dv_scale).to(dv.dtype))
     fence_async_shared()
-    b, h_kv = head_at(n, sizes)
+    b, h_kv = head_at(n, task)
     tma.async_copy_shared_to_global(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
     tma.async_copy_shared_to_global(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
@@ -426,7 +418,7 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
 
 
 @gluon.jit
-def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
+def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
          MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. begun: count at the first
     tile, before which there is none."""
@@ -436,20 +428,22 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
+    k_c, v_c = as_matrix(shared.k.index(C), how.KEYS, how), as_matrix(shared.v.index(C), how.KEYS, how)
     wait_turn(C, how)
-    s = scores(count, shared, how, C)
+    mbarrier.wait(shared.q_full.index(place), phase)
+    s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
+    s = warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(shared.do_full.index(place), phase)
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
-    v_c = as_matrix(shared.v.index(C), how.KEYS, how)
     dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
     if how.DROPOUT:
         if how.LATE:
             mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
-        bits = draw(n, t * how.BLOCK_M, column0, seed, scoring.threshold, ds_place, s_layout, how)
+        bits = draw(n, t * how.BLOCK_M, column0, seed, task.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
-    s = s * scoring.scale2 + terms.slice(0, 1).load(s_layout)
+    s = s * task.scale2 + terms.slice(0, 1).load(s_layout)
     if MASKED:
-        s = hide(s, t, column0, sizes, how)
+        s = hide(s, t, column0, task, how)
     p = gl.exp2(s)  # 8
     if how.DROPOUT:
         p = signed(p, bits)
@@ -498,13 +492,6 @@ def await_place(count, shared, C: gl.constexpr):
 
 
 @gluon.jit
-def in_thread_order(x):
-    """(64, 64) of a matrix product as (16, 256), with the four numbers that a thread has in a row beside each other.
-    Then it stores all four at once, and the threads of a warp write to different banks of shared memory."""
-    return x.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((16, 256))
-
-
-@gluon.jit
 def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     """Gives half of a tile of dq to the adder. If how.LATE, frees the ds that it came from first: the other consumer
     may wait for it."""
@@ -512,21 +499,13 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
         await_place(count, shared, C)
     place = (count & 1) * 2 + C
-    shared.dq.index(place).reshape((16, 256)).store(in_thread_order(dq_c))
+    # (64, 64) as (16, 256), with the four numbers that a thread has in a row beside each other. Then it stores all four
+    # at once, and the threads of a warp write to different banks of shared memory.
+    dq_c = dq_c.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((16, 256))
+    shared.dq.index(place).reshape((16, 256)).store(dq_c)
     fence_async_shared()
     all_threads()
     mbarrier.arrive(shared.dq_full.index(place), count=1)
-
-
-@gluon.jit
-def scores(count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Starts k q^T, (KEYS, BLOCK_M)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
-    place = count & 1
-    mbarrier.wait(shared.q_full.index(place), count >> 1 & 1)
-    q_i, k_c = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.k.index(C), how.KEYS, how)
-    s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, layout)
-    return warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -548,14 +527,14 @@ def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, t, column0, sizes, how: gl.constexpr):
+def hide(s, t, column0, task, how: gl.constexpr):
     """-inf for keys past the last, and for those that the causal mask hides."""
     i = gl.arange(0, how.BLOCK_M, gl.SliceLayout(0, s.type.layout))
     j = gl.arange(0, how.KEYS, gl.SliceLayout(1, s.type.layout))
     first = j * 0  # the first query of the tile that sees key j
     if how.CAUSAL:
-        first = j + (column0 + sizes.T - sizes.T_k - t * how.BLOCK_M)
-    first = gl.where(j < sizes.T_k - column0, first, how.BLOCK_M)
+        first = j + (column0 + task.T - task.T_k - t * how.BLOCK_M)
+    first = gl.where(j < task.T_k - column0, first, how.BLOCK_M)
     return gl.where(gl.expand_dims(first, 1) <= gl.expand_dims(i, 0), s, -float("inf"))
 
 
@@ -603,14 +582,9 @@ def signed(p, bits):
 @gluon.jit
 def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
     """as_operand() of what signed() returns, with 0 for what is not kept."""
-    if dtype == gl.bfloat16:
-        p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
-        )
+    two: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    convert: gl.constexpr = f"cvt.rn.relu.{two}.f32 $0, $2, $1;"
+    p = gl.inline_asm_elementwise(convert, "=r,r,r", [p], dtype=dtype.value, is_pure=True, pack=2)
     return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
 
 
@@ -629,24 +603,9 @@ def halves(x, _semantic=None):
 
 
 @gluon.jit
-def wait_turn(C: gl.constexpr, how: gl.constexpr):
-    """The consumers start their tiles in turn, so that one computes weights while the products of the other run."""
-    if how.TURNS:
-        wait: gl.constexpr = f"bar.sync {10 + C}, 256; mov.b32 $0, $1;"
-        gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.TURNS:
-        arrive: gl.constexpr = f"bar.arrive {11 - C}, 256; mov.b32 $0, $1;"
-        gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def both_consumers():
-    """Waits until the threads of both consumers are here. Triton has the barriers with the lowest numbers."""
-    wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
+    """Waits until the threads of both consumers are here. wait_turn() has the barriers before 12."""
+    wait: gl.constexpr = "bar.sync 12, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -3,11 +3,9 @@
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
     q, o (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-The steps have the numbers of model/attention.py; kernels/flash.py has the same forward without this page's machinery.
-kernels/launch.py calls launch_forward.
-
-A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program, which computes one group after the
-other. Its warps have different jobs (docs/hopper.md):
+The steps have the numbers of model/attention.py; kernels/flash.py has the same forward without this page's machinery,
+which docs/hopper.md explains. A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program,
+which computes one group after the other. Its warps have different jobs:
 
     producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
@@ -16,8 +14,7 @@ Barriers in shared memory count the copies. `full`: a tile of k or v has arrived
 Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
 Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
-Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
-Gluon tutorials.
+Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the overlap; Triton's Gluon tutorials.
 """
 
 import math
@@ -38,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash import philox as philox_of_flash
-from kernels.launch import drop_threshold, in_tiles
+from kernels.launch import Visits, in_tiles
 from kernels.problem import LOWEST, Problem
 
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
@@ -51,7 +48,7 @@ NAMES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What the kernel is compiled for: every field is a constexpr. how() makes each one once."""
+    """What the kernel is compiled for: every field is a constexpr."""
 
     ROWS: gl.constexpr  # of queries, of one consumer
     D: gl.constexpr
@@ -97,12 +94,11 @@ class Shared(NamedTuple):
     q_free: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
-    group: gl.shared_memory_descriptor  # (2, 32): number of the next group of tiles of queries, and of the one after
-    group_full: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor  # (2, 32): the number of the next group, and of the one after
+    taken_full: gl.shared_memory_descriptor
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The launch.
+# --- The launch -------------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer's tile
 SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
@@ -118,36 +114,34 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
     return (128, 2, 3) if D == 64 else (128, 2, 2)
 
 
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem, table: Tensor | None
-) -> None:
-    """Writes o, lse, and lse in base 2 for the backward. table: for documents, ranges of visits() in model/mask.py."""
+def launch_forward(q, k, v, o, lse, lse2, problem: Problem, visits: Visits) -> None:
+    """Writes o, lse, and lse in base 2 for the backward. visits: of model/mask.py, for documents."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     window, documents, dropout = problem.window, problem.documents, problem.seed is not None
     at_least, at_most = (0, 0) if window is None else (1 - window, window - 1)
     at_most, bounded = 0 if problem.causal else at_most, problem.causal or window is not None
     cut_once = window is None and documents is None and (not bounded or (T_k - T) % ROWS == 0)
-    tiles = tiles_for(D, T_k, cut_once and not dropout)
-    block_n, consumers, _ = tiles
+    block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    threshold = drop_threshold(problem)
+    threshold = round(256 * problem.dropout_p)
+    table = lse if documents is None else visits(problem, ROWS, block_n, "ranges", q.device)  # type: ignore[misc]
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
         B * H, min(max(1, section), B * H), H, T, T_k, at_least, at_most,
-        lse if documents is None else documents.contiguous(), lse if table is None else table,
+        lse if documents is None else documents.contiguous(), table,
         problem.scale * math.log2(math.e), problem.seed if dropout else lse, threshold, 256 / (256 - threshold),
         how(D, *tiles, window is not None, bounded, documents is not None, not cut_once, dropout),
         num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
 
 
-@cache
+@cache  # Triton looks up the compiled kernel by identity
 def how(D: int, block_n: int, consumers: int, *others) -> How:
-    """Makes the How of these fields, once. others: those after TURNS."""
+    """others: the fields after TURNS."""
     turns = consumers == 3 or (consumers == 2 and D == 128)  # where they were faster
     return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, *others)))
 
@@ -164,8 +158,8 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], NAMES[dtype])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernel. 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
+# --- The kernel -------------------------------------------------------------------------------------------------------
+# 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
 # Compiled once for all sizes.
@@ -294,18 +288,18 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
 
 
 @gluon.jit
-def tell(shared, turn, group):
-    """The producer writes the number of the group of turn + 1. All consumers have read the number that was there: they
-    have freed the q of that group. Each of the producer's threads has a place of its own, and the first is read."""
-    shared.group.index(turn & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(shared.group_full.index(turn & 1), count=1)
+def tell(shared, turn, number):
+    """The producer writes the number of the group that comes next. All consumers have read the number that was there:
+    they have freed the q of that group. Each of the producer's threads writes to a place of its own."""
+    shared.taken.index(turn & 1).store(gl.full([32], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
 
 
 @gluon.jit
-def told(shared, turn):
-    """A consumer reads that number."""
-    mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)
-    return gl.max(shared.group.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def told(shared, turn, WARPS: gl.constexpr):
+    """A job of WARPS warps reads that number."""
+    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
+    return gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -325,7 +319,7 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
         pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
         count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
-        group = told(shared, turn)
+        group = told(shared, turn, 4)
         turn += 1
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
@@ -355,8 +349,8 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. What is faster was timed
-    # . With more to mask, the former has too few registers.
+    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. The faster one was
+    # measured. With more to mask, the former has too few registers.
     early: gl.constexpr = how.D == 128 and not how.RAGGED
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
@@ -405,18 +399,15 @@ def wait_turn(C: gl.constexpr, how: gl.constexpr):
     all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the threads
     of two consumers, of which one waits. Triton requires a result of assembly."""
     if how.TURNS:
-        gl.inline_asm_elementwise(
-            f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+        wait: gl.constexpr = f"bar.sync {9 + C}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pass_turn(C: gl.constexpr, how: gl.constexpr):
     if how.TURNS:
-        gl.inline_asm_elementwise(
-            f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;",
-            "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        arrive: gl.constexpr = f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -436,8 +427,7 @@ def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
     return count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The steps of a tile.
+# --- The steps of a tile ----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -553,17 +543,9 @@ KEPT = gl.constexpr("""{
 # number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
-# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: of all columns, and of bit 4 of
-# its rows.
-SHARED_OUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]],
-        [[*lane, 0, 0] for lane in LANES],
-        [[0, 0, 0, 1], [8, 0, 0, 0]],
-        [],
-        [16, 32, 2, 2],
-    )
-)
+# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: all columns, bit 4 of its rows.
+OWN, LANES4 = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]], [[*lane, 0, 0] for lane in LANES]
+SHARED_OUT = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
 
 
 @gluon.jit
