@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import attention
 
-OURS = {
+OURS: dict[Callable, Callable] = {
     torch.ops.tilegpt.attention.default: attention.forward,
     torch.ops.tilegpt.attention_backward.default: attention.backward,
 }
