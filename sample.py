@@ -11,7 +11,6 @@
 A checkpoint holds the model, the tokenizer and the configuration; only context=true needs the data.
 """
 
-import os
 import re
 import sys
 import time
@@ -70,8 +69,6 @@ def main(typed: DictConfig) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:  # one line. A program error keeps its traceback
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
         print(f"sample: {error}", file=sys.stderr)
         sys.exit(1)
 

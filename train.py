@@ -14,18 +14,19 @@ A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, sa
 
 import os
 
-# Before torch is loaded. On a busy machine idle OpenMP threads must not spin: they take the cores from others.
+# Before torch is loaded: on a busy machine idle OpenMP threads must not spin, because they take the cores from others.
 if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import math
+import shlex
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import hydra
@@ -78,9 +79,9 @@ class Run:
     clock: float = 0.0  # when the last update's numbers arrived
 
     def sync_time_and_signal(self) -> int:
-        """Sets the time and the signal that ends the run (0: none), the same on all ranks. Returns the signal."""
-        number = SIGNALS[0] if SIGNALS else 0
-        self.signal, self.seconds = self.ranks.agree(number, time.perf_counter() - self.start)
+        """Sets the time and the signal, the same on all ranks. Returns the signal."""
+        elapsed = time.perf_counter() - self.start
+        self.signal, self.seconds = self.ranks.agree(SIGNALS[0] if SIGNALS else 0, elapsed)
         return self.signal
 
     def is_over(self) -> bool:
@@ -111,9 +112,8 @@ def main(cfg: DictConfig) -> float:
     try:
         code = train(run)
     except torch.OutOfMemoryError as error:
-        less = [n for n in range(1, run.cfg.batch_size) if run.cfg.batch_size % n == 0]
-        smaller = f"batch_size={less[-1]} tokens_per_step={run.tokens_per_step}" if less else "model.recompute=true"
-        raise CompactHydraException(f"out of memory: {smaller} learns the same ({error})") from None
+        same = f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
+        raise CompactHydraException(f"out of memory: use {same}, or model.recompute=true ({error})") from None
     finally:
         run.metrics.close(code)
         run.lock.release()
@@ -146,7 +146,7 @@ def set_up(typed: DictConfig) -> Run:
     loader = make_loader(cfg, dataset, ranks, cfg.length(max(1, step)))
     sizes = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
     validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
-    validation()  # ValueError for a text that is too short
+    validation()  # ValueError if the text is too short
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
@@ -191,16 +191,15 @@ def introduce(run: Run, source: Path | None) -> None:
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
     lr = learning_rate(cfg.place(max(1, run.step), run.seconds), cfg.steps, cfg.optimizer)
-    limit = f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else ""
-    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to step {cfg.steps:,}{limit}")
+    end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
+    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to {end}")
 
 
 # --- the loop
 def on_signal(number: int, frame) -> None:
-    """The first signal sets a flag, which the loop and evaluate() look at. A second one kills."""
-    if SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+    """The first signal sets a flag, which the loop and evaluate() look at. A second one kills, as is the default."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
     SIGNALS.append(number)
     os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")  # print() may be busy
 
@@ -208,7 +207,7 @@ def on_signal(number: int, frame) -> None:
 def train(run: Run) -> int:
     """Returns the exit code. The host enqueues an update, then logs the one before: so a GPU never waits."""
     cfg, train_step, say = run.cfg, run.train_step, run.metrics.say
-    pending: deque[tuple[int, float, PendingStats, Batch, dict]] = deque()
+    pending: list[tuple[int, float, PendingStats, Batch, dict]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
@@ -224,7 +223,7 @@ def train(run: Run) -> int:
         intervals = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
         due = run.signal or run.step in run.checks or any(map(run.is_due, intervals))
         while pending and (due or len(pending) > train_step.ahead):
-            step, lr, update, batch, rng = pending.popleft()
+            step, lr, update, batch, rng = pending.pop(0)
             stats = log(run, step, lr, update)
             if stats.stopped:
                 return stop_at_nan(run, step, stats, batch, rng)
@@ -232,7 +231,7 @@ def train(run: Run) -> int:
             stopped = finish_step(run)
             run.clock = time.perf_counter()
     loss, step = run.metrics.best
-    again = f"python train.py resume=auto name={cfg.name} runs={cfg.runs}"
+    again = shlex.join(["python", "train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}"])
     if stopped:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + run.signal
@@ -264,24 +263,22 @@ def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
     record = {"step": step, "loss": stats.loss, "lr": lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
               "tokens_per_second": speed, "memory_gib": machine.memory_gib(device), "eta_s": max(0.0, left),
               "mfu": flops / peak if peak else None, "loss_scale": stats.loss_scale}  # fmt: skip
-    if step % cfg.log_every == 0 or stats.stopped or (step == run.step and run.is_due(cfg.eval_every)):
+    if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
     return stats
 
 
 def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) -> int:
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
-    say, train_step = run.metrics.say, run.train_step
-    run.step = step  # later updates were skipped
+    say, run.step = run.metrics.say, step  # later updates were skipped
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
     say(f"try: a lower optimizer.lr (it is {run.cfg.optimizer.lr:g}); dtype=float32; probe.every=100, to find the tile")
     if run.cfg.probe.every:
-        with train_step.uncompiled():
-            found = probe.search(train_step.model, list(batch.parts()), rng, train_step.device, train_step.autocast)
+        found = probe.search(run.train_step, batch, rng)
         say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
         if found:
-            fault = save(run, into="faults", fault=found[1])
-            say(f"  to see it again: python breakit.py replay={fault}")
+            replay = f"replay={save(run, into='faults', fault=found[1])}"
+            say(f"  to see it again: python breakit.py {shlex.quote(replay)}")
     return 1
 
 
@@ -340,12 +337,12 @@ def sample(run: Run) -> None:
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     stream, end = TextStream(encoding), encoding.eot_token
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
-    # FSDP2 gathers weights on all ranks together: all make all tokens, without a cache, which has a CUDA graph.
+    # FSDP2 gathers weights on all ranks together: all make the same tokens, without a cache, which has a CUDA graph.
     options = run.cfg.sample_tokens, Sampler(), generator, not run.cfg.parallel.shard
     try:
         with run.train_step.autocast, run.train_step.uncompiled():
-            ids = [int(token) for token in generate(model, torch.tensor([[end]], device=device), *options)]
-        text = "".join(map(stream.feed, ids[: ids.index(end)] if end in ids else ids))
+            made = map(int, generate(model, torch.tensor([[end]], device=device), *options))
+            text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
         run.metrics.sample(run.step, text + stream.flush())
     except ValueError as error:  # the logits are NaN
         run.metrics.say(f"no sample at step {run.step}: {error}")

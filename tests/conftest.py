@@ -131,10 +131,10 @@ def call():
 @pytest.fixture
 def small_run(call, small, tmp_path):
     """small_run("steps=3 name=y"): how a small run ended, with these arguments over its own. Its folder is tmp_path/x,
-    unless it is named or broken. code: the exit code that it must have."""
+    unless it is named or broken. more: arguments with spaces. code: the exit code that it must have."""
 
-    def small_run(typed: str, code: int = 0) -> Ended:
-        ended = call(train, *small, f"runs={tmp_path}", "name=x", *typed.split())
+    def small_run(typed: str, *more: str, code: int = 0) -> Ended:
+        ended = call(train, *small, f"runs={tmp_path}", "name=x", *typed.split(), *more)
         assert ended.code == code, ended.err
         return ended
 
@@ -143,17 +143,11 @@ def small_run(call, small, tmp_path):
 
 @pytest.fixture(scope="session")
 def start():
-    """start("train.py", "steps=3") begins a real process."""
+    """start("train.py", "steps=3") begins a real process. variables: of its environment."""
 
-    def start(*command: str) -> subprocess.Popen:
-        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-        return subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(*command: str, **variables: str) -> subprocess.Popen:
+        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"} | variables
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **pipes)
 
     return start

@@ -6,6 +6,7 @@ The models are transformers' own, small, with random weights so large that every
 import json
 import random
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from tokenizers import Tokenizer
 
 import sample
 import train
-from data.tokenizer import END_OF_TEXT, byte_encoding, encode, from_json, train_bpe
+from data.tokenizer import END_OF_TEXT, byte_encoding, encode, train_bpe
 from model import generate
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
+from tests.reference import assert_within_budget
 from tests.runs import last
 from tests.test_sample import gpt, keep
 from training import huggingface
@@ -97,11 +99,12 @@ def test_weights_that_came_in_give_transformers_logits_and_go_out_unchanged(name
     ours = GPT(GPTConfig(**config["model"]), attention).eval()
     ours.load_state_dict(found.weights, strict=False)
     idx = torch.randint(V, (2, 48))
-    torch.testing.assert_close(ours(idx), theirs(idx).logits, rtol=0, atol=1e-4)  # of about 10
+    logits, wide = theirs(idx).logits, deepcopy(theirs).double()(idx).logits
+    assert_within_budget({"logits": ours(idx)}, {"logits": logits}, {"logits": wide})
     huggingface.export(found, tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(theirs)
-    assert torch.equal(again.eval()(idx).logits, theirs(idx).logits)
+    assert torch.equal(again.eval()(idx).logits, logits)
 
 
 STRANGE = {  # a configuration, and what the error must name
@@ -273,12 +276,6 @@ def test_another_kind_of_tokenizer_is_refused(kind, bpe, transformers, make):
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match="tokenizer"):
         huggingface.load(str(folder))
-
-
-def test_a_tokenizer_in_a_checkpoint_is_read_again(make):
-    _, folder = make("gpt2", SIZE)
-    encoding = from_json(huggingface.load(str(folder)).tokenizer)
-    assert encoding.decode(encode(encoding, TEXT).tolist()) == TEXT
 
 
 def test_a_name_that_is_not_there_is_one_line(tmp_path, monkeypatch):

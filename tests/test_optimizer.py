@@ -1,5 +1,7 @@
 """training/optimizer.py: who takes which weight, how far a step goes, and how the rate rises and falls."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -56,6 +58,25 @@ def test_cosine_rises_and_falls_to_its_minimum():
     assert found[:10] == [step / 10 for step in range(1, 11)]
     assert found[59] == pytest.approx(0.55)
     assert found[-1] == pytest.approx(0.1)
+
+
+SCHEDULES = [
+    ({"schedule": "wsd", "decay_fraction": 1.0}, 200),
+    ({"schedule": "wsd"}, 110),
+    ({"min_lr_ratio": 0.0}, 200),
+    ({"schedule": "wsd", "min_lr_ratio": 0.0}, 200),
+    ({"min_lr_ratio": 0.0, "warmup_steps": 0}, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "steps"), SCHEDULES)
+def test_no_step_has_a_rate_of_0_and_none_jumps(options, steps):
+    """With min_lr_ratio=0 the last step learned nothing. Where the decay began before the warm-up had ended, the rate
+    halved from one step to the next."""
+    config = OptimizerConfig(**{"lr": 1.0, "warmup_steps": 100} | options)
+    found = [learning_rate(step, steps, config) for step in range(1, steps + 1)]
+    assert min(found) > 0
+    assert all(abs(b - a) < 0.05 for a, b in pairwise(found))
 
 
 SHAPES = [(48, 16), (16, 64), (16, 16)]

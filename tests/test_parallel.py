@@ -87,10 +87,11 @@ def runs(small, tmp_path_factory):
     return folder
 
 
-def assert_close(ours: dict, right: dict, rounding: float) -> None:
+def assert_close(ours: dict, right: dict) -> None:
+    """Two orders of a sum over the 64 tokens of a sequence: every addition rounds by eps / 2 at most, in both."""
     for name in right.keys() - {"held"}:
         error = (ours[name] - right[name]).abs().max()
-        assert error <= rounding * right[name].abs().max(), f"{name}: {error}"
+        assert error <= 64 * 2**-52 * right[name].abs().max(), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("layout", ["data2", "shard2"])
@@ -98,14 +99,14 @@ def assert_close(ours: dict, right: dict, rounding: float) -> None:
 def test_two_ranks_with_a_pass_each_have_the_gradient_of_one_process_bit_for_bit(model, layout, found):
     right, ours = found[model, "one"], found[model, layout]
     assert all(torch.equal(ours[name], right[name]) for name in right.keys() - {"norm", "held"})
-    torch.testing.assert_close(ours["norm"], right["norm"], rtol=2**-50, atol=0)
+    torch.testing.assert_close(ours["norm"], right["norm"], rtol=2**-50, atol=0)  # 4 eps: FSDP2 adds up two parts
 
 
 @pytest.mark.parametrize("layout", ["context2", "both4"])
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_that_share_sequences_have_the_gradient_of_one_process(model, layout, found):
     """naive and tiled, learned positions and rope, fewer key heads, windows, documents, blocks computed again."""
-    assert_close(found[model, layout], found[model, "one"], 2**-46)
+    assert_close(found[model, layout], found[model, "one"])
 
 
 def test_each_rank_draws_its_own_dropout():
@@ -127,7 +128,7 @@ def test_a_sharded_rank_holds_its_part_of_the_weights(found):
 def test_compiled_blocks_that_share_sequences_have_the_gradient_of_one_process(found, tmp_path):
     file = str(tmp_path / "found")
     run_all([[2, "gradients", [file, {"context": 2}, *MODELS["gqa"], True]]])
-    assert_close(torch.load(file), found["gqa", "one"], 2**-40)
+    assert_close(torch.load(file), found["gqa", "one"])
 
 
 # --- runs of train.py
@@ -147,7 +148,7 @@ def test_a_run_of_two_processes_is_that_of_one(name, runs):
     """Losses, evaluations, samples and the checkpoint; written once."""
     for key in ("loss", "val_loss", "val_bits_per_byte"):
         right, ours = ([(row["step"], row[key]) for row in records(runs / run, key)] for run in ("one", name))
-        assert ours == [pytest.approx(row, rel=0 if key == "loss" else 1e-12) for row in right]
+        assert ours == right
     assert (runs / name / "samples.txt").read_bytes() == (runs / "one" / "samples.txt").read_bytes() != b""
     assert_same_checkpoint(runs / "one", runs / name)
 
@@ -156,7 +157,7 @@ def test_a_run_of_two_processes_is_that_of_one(name, runs):
 def test_a_run_of_shared_sequences_is_that_of_one_but_for_rounding(runs):
     for key in ("loss", "val_loss", "val_bits_per_byte", "grad_norm"):
         right, ours = ([row[key] for row in records(runs / run, key)] for run in ("one", "context2"))
-        assert ours == pytest.approx(right, rel=2**-18)
+        assert ours == pytest.approx(right, rel=32 * 2**-23)  # eps for each of the 32 tokens of a sequence
 
 
 @pytest.mark.slow
@@ -201,7 +202,7 @@ def test_two_gpus_are_one(small, tmp_path):
     run_all([train_job(name, [*small[:-1], "device=cuda"], tmp_path, "steps=12") for name in names])
     right = [row["loss"] for row in records(tmp_path / "one")]
     for name in names:
-        assert [row["loss"] for row in records(tmp_path / name)] == pytest.approx(right, rel=2**-8)
+        assert [row["loss"] for row in records(tmp_path / name)] == pytest.approx(right, rel=2**-8)  # eps of bf16
 
 
 # --- without other processes

@@ -76,16 +76,6 @@ def test_the_headroom_of_fp16_ends_at_11():
     assert math.isclose(found.headroom + found.max_score, math.log(65504))
 
 
-def test_the_error_of_a_broken_call_is_that_of_what_is_broken():
-    case = Case(64, sigma=3.0)
-    inputs = case.inputs(torch.float32)
-    call, right = call_of(inputs, TILED, "no_rescale_output"), oracle(inputs, case)["o"]
-    expected = (call.o.double() - right).norm() / right.norm()
-    found = torch.tensor(gauges(call).error, dtype=torch.float64)
-    assert_float64_right({"error": found}, {"error": expected}, terms=64)
-    assert expected > 0.1
-
-
 def test_a_call_without_its_scale_is_compared_with_the_right_one():
     inputs = Case(64).inputs(torch.float32)
     whole, without = gauges(call_of(inputs)), gauges(call_of(inputs, TILED, "no_scale"))

@@ -102,21 +102,13 @@ def test_a_second_signal_kills(start, whole, tmp_path):
 
 
 def test_an_evaluation_that_a_signal_ended_is_made_by_the_resumed_run(small_run, tmp_path):
-    """state.json says that it is unfinished: the evaluation of step 4 was cut short."""
-    small_run("steps=4 eval_every=100 checkpoint_every=4 eval_tokens=1024")
-    state = last(tmp_path / "x") / "state.json"
-    text = state.read_text().replace('"unfinished": false', '"unfinished": true')
-    state.write_text(text)
-    small_run("resume=auto steps=6 eval_every=4")
-    assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 4, 6]
-
-
-def test_what_was_probed_before_a_signal_is_not_probed_again(small_run, tmp_path):
-    small_run("steps=4 probe.every=4 checkpoint_every=4")
+    """The evaluation of step 4 was cut short, as state.json says. What was probed before it is not probed again."""
+    small_run("steps=4 eval_every=100 checkpoint_every=4 probe.every=4")
     state = last(tmp_path / "x") / "state.json"
     state.write_text(state.read_text().replace('"unfinished": false', '"unfinished": true'))
-    small_run("resume=auto steps=4 probe.every=4")
-    assert len(records(tmp_path / "x", "max_score")) == 1
+    small_run("resume=auto steps=6 eval_every=4 probe.every=4")
+    assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 4, 6]
+    assert [record["step"] for record in records(tmp_path / "x", "max_score")] == [4, 6]
 
 
 def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_deleted(small_run, tmp_path):

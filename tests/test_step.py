@@ -11,6 +11,7 @@ import training.step
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
+from tests.reference import assert_within_budget
 from tests.runs import assert_same_run, records
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.step import TrainStep, choose_mode
@@ -107,14 +108,6 @@ def test_a_bad_update_and_those_after_it_change_no_weight_and_no_momentum(kind, 
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_without_the_guard_a_bad_update_is_made(kind):
-    trained = Trained(kind, stop_on_nan=False)
-    trained.update()
-    assert not trained.update(math.nan).stopped
-    assert all(p.isnan().any() for p in trained.model.blocks.parameters())
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves_the_scale(kind):
     """With no scale left to blame it stops the run, and so does a loss of NaN at once."""
     trained = Trained(kind, scale=4.0)
@@ -130,40 +123,16 @@ def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves
     assert Trained(kind, scale=1.0).update(HUGE).stopped
 
 
-def gradients(trained: Trained, batch: Batch) -> tuple[float, torch.Tensor]:
-    """The norm that is reported, and all gradients as the optimizer gets them."""
-    found: list[torch.Tensor] = []
-    trained.optimizers[0].register_step_pre_hook(
-        lambda *_: found.extend(p.grad.flatten() for p in trained.model.parameters())
-    )
-    return trained.step(batch, 1e-2).wait().grad_norm, torch.cat(found)
-
-
-def test_the_gradient_is_that_of_the_mean_over_all_passes():
-    batch = Trained().batch(passes=1, B=8)
-    norm, right = gradients(Trained(), batch)
-    norm_of_two, of_two = gradients(Trained(), batch.each(lambda part: part.view(2, 4, 16)))
-    assert norm_of_two == pytest.approx(norm, rel=1e-5)
-    assert (of_two - right).norm() < 1e-5 * right.norm()
-
-
 @pytest.mark.parametrize(("kind", "scale"), [("adamw", None), ("adamw", 1024.0), ("muon", 1024.0)])
 def test_the_norm_is_the_gradients_before_clipping_and_without_the_scale(kind, scale):
-    trained = Trained(kind, scale, grad_clip=0.125)
+    """Bit for bit: the scale is a power of two."""
+    trained, found = Trained(kind, scale, grad_clip=0.125), []
     batch = trained.batch(passes=1)
-    loss = trained.model(batch.x[0], batch.y[0])
-    right = torch.nn.utils.get_total_norm(torch.autograd.grad(loss, list(trained.model.parameters())))
-    norm, clipped = gradients(trained, batch)
-    assert norm == pytest.approx(float(right), rel=1e-5)
-    assert norm > 0.125
-    assert float(clipped.norm()) == pytest.approx(0.125, rel=1e-4)
-
-
-def test_a_batch_of_another_shape_trains_on():
-    trained = Trained()
-    trained.update()
-    x, y = torch.randint(31, (2, 2, 8, 8))
-    assert math.isfinite(trained.step(Batch(x, y, None), 1e-2).wait().loss)
+    right = torch.autograd.grad(trained.model(batch.x[0], batch.y[0]), list(trained.model.parameters()))
+    norm = torch.nn.utils.get_total_norm(right)
+    trained.optimizers[0].register_step_pre_hook(lambda *_: found.extend(p.grad for p in trained.model.parameters()))
+    assert trained.step(batch, 1e-2).wait().grad_norm == float(norm) > 0.125
+    assert all(torch.equal(p, g * (0.125 / (norm + 1e-6))) for p, g in zip(found, right, strict=True))
 
 
 def test_a_run_that_hears_late_writes_what_one_that_hears_at_once_writes(small_run, tmp_path, monkeypatch):
@@ -184,7 +153,7 @@ def test_a_run_that_hears_late_of_nan_logs_no_step_after_it(small_run, tmp_path,
 
 @pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one():
-    eager, compiled = Trained(), Trained(mode="compiled")
+    wide, eager, compiled = (Trained(mode=mode) for mode in ("eager", "eager", "compiled"))
+    wide.model.double()
     for _ in range(3):
-        a, b = eager.update(), compiled.update()
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=1e-5)
+        assert_within_budget(*({"numbers": torch.tensor(run.update())} for run in (compiled, eager, wide)))

@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+import shlex
 
 import numpy as np
 import pytest
@@ -114,18 +114,13 @@ def test_a_broken_run_says_so_everywhere(small_run, tmp_path):
 def test_a_run_whose_minutes_are_over_evaluates_saves_and_ends_with_its_lowest_rate(small_run, tmp_path):
     said = small_run("steps=1000000 max_minutes=0.02 optimizer.warmup_steps=3 optimizer.min_lr_ratio=0.5").out
     rows = records(tmp_path / "x")
+    assert 0.5 < rows[1]["eta_s"] <= 1.2  # it was 0:00: what is left of the minutes, not of the steps
     rates = [row["lr"] for row in rows]
     assert rates[-1] == pytest.approx(5e-4, rel=0.2)
     assert max(rates) == pytest.approx(1e-3, rel=0.05)
     assert load_checkpoint(last(tmp_path / "x")).step == rows[-1]["step"] < 100000
     assert records(tmp_path / "x", "val_loss")[-1]["step"] == rows[-1]["step"]
     assert "max_minutes=0.04" in said
-
-
-def test_the_last_step_is_logged_though_log_every_passes_over_it(small_run, tmp_path):
-    small_run("steps=1000000 max_minutes=0.005 log_every=1000000")
-    (row,) = records(tmp_path / "x")
-    assert row["step"] == records(tmp_path / "x", "val_loss")[-1]["step"]
 
 
 def test_the_scale_of_fp16_is_logged_and_the_loss_is_not_scaled(small_run, tmp_path):
@@ -145,18 +140,14 @@ def test_a_length_warmup_trains_on_shorter_sequences_and_as_many_tokens(small_ru
     assert shapes == [(2, 16, 8)] * 2 + [(2, 4, 32)] * 2
 
 
-@pytest.mark.parametrize(("size", "smaller"), [(4, 2), (9, 3), (5, 1)])
-def test_out_of_memory_is_one_line_with_a_smaller_batch_that_learns_the_same(small_run, monkeypatch, size, smaller):
-    """A divisor: another size would be refused. With one sequence it is recompute."""
-
+def test_out_of_memory_is_one_line_with_the_way_out(small_run, monkeypatch):
     def full(self, batch, lr):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(TrainStep, "__call__", full)
-    err = small_run(f"steps=2 batch_size={size} tokens_per_step={size * 32}", code=1).err
-    assert f"batch_size={smaller} tokens_per_step={size * 32}" in err
+    err = small_run("steps=2", code=1).err
+    assert "batch_size=4 with tokens_per_step=128" in err
     assert "Traceback" not in err
-    assert "model.recompute=true" in small_run("steps=2 name=y batch_size=1", code=1).err
 
 
 def test_a_run_that_failed_lets_go_of_its_folder(small_run, tmp_path, monkeypatch):
@@ -172,11 +163,13 @@ def test_the_first_lines_name_commit_versions_device_attention_and_parameters(sm
         assert part in said
 
 
-def test_a_name_is_not_used_twice(small_run, tmp_path):
-    small_run("steps=1")
-    assert "resume=auto name=x" in small_run("steps=1", code=1).err
-    shutil.rmtree(tmp_path / "x" / "checkpoints")
-    small_run("steps=1")
+def test_a_command_that_is_printed_can_be_typed(small_run, tmp_path):
+    """Folders with a space were not quoted."""
+    runs = f"runs={tmp_path}/my runs"
+    said = small_run("steps=1", runs).out
+    command = said.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(command) == ["python", "train.py", "resume=auto", "name=x", runs, "steps=2"]
+    assert small_run("resume=auto steps=2", runs).code == 0
 
 
 @pytest.mark.slow

@@ -145,23 +145,18 @@ def help_text(schema: type, cfg: DictConfig) -> str:
 def check_arguments(arguments: list[str], schema: type, script: str) -> None:
     """Exits with the nearest right name for a key that does not exist, which Hydra's message does not have. Answers
     --help, for which Hydra would copy all keys once for each group: 0.8 s."""
-    names = ["experiment", *(entry.name for entry in fields(schema))]
-    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name in names]
+    groups = [name for name in ("experiment", *(entry.name for entry in fields(schema))) if (CONF / name).is_dir()]
     known = [*groups, *(name for name, _ in leaves(schema))]
     for argument in arguments:
         name, equals, value = argument.lstrip("-").partition("=")
-        if argument.startswith(("+", "~", "hydra")) or not equals:
-            continue
-        if name in groups and re.fullmatch(r"[\w-]+", value) and not (CONF / name / f"{value}.yaml").exists():
-            options = ", ".join(sorted(path.stem for path in (CONF / name).glob("*.yaml")))
-            sys.exit(f"{script}: {argument}: there is no such {name}; choose {options}")
-        if name in known and not argument.startswith("-"):
-            continue
         ends = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]  # lr: optimizer.lr
-        near = ends or get_close_matches(name, known, 1)
-        hint = f"did you mean {' or '.join(f'{key}={value}' for key in near)}?" if near else "--help shows every key"
-        why = "options are written key=value, without dashes" if argument[0] == "-" else f"there is no key {name}"
-        if not argument.startswith("--") or name not in ("config-name", "config-path", "config-dir", "cfg", "package"):
+        dashes = argument.startswith("-")
+        if not equals or argument.startswith(("+", "~", "hydra")) or (dashes and not ends):
+            continue  # Hydra reads it
+        if dashes or name not in known:
+            near = ends or get_close_matches(name, known, 1)
+            hint = f"did you mean {' or '.join(f'{k}={value}' for k in near)}?" if near else "--help shows every key"
+            why = "options are written key=value, without dashes" if dashes else f"there is no key {name}"
             sys.exit(f"{script}: {argument}: {why}; {hint}")
     if {"--help", "-h"} & {*arguments}:
         typed = [argument for argument in arguments if not argument.startswith("-")]
@@ -222,10 +217,9 @@ def refuse_changes(cfg: Config, resumed: Checkpoint) -> None:
     fixed = {f"{group}.{name}" for group in ("model", "attention", "break_it", "tokenizer") for name in ours[group]}
     for dotted in sorted(fixed - MAY_CHANGE | {"optimizer.kind"}):
         group, name = dotted.split(".")
-        if ours[group][name] != theirs[group][name]:
-            raise ValueError(
-                f"{dotted}={ours[group][name]}, but {resumed.path} has {theirs[group][name]}: leave it out"
-            )
+        mine, other = ours[group][name], theirs[group][name]
+        if mine != other:
+            raise ValueError(f"{dotted}={mine}, but {resumed.path} has {other}: leave it out")
 
 
 def name_of(cfg: Config, resumed: Checkpoint | None) -> str:
@@ -265,7 +259,6 @@ def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> 
     one_pass = cfg.batch_size * cfg.model.context_length * data_size
     cfg.tokens_per_step = cfg.tokens_per_step or one_pass
     if cfg.tokens_per_step % one_pass:
-        of = f" * {data_size} processes" if data_size > 1 else ""
-        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {one_pass}, which is batch_size * "
-                         f"model.context_length{of}")  # fmt: skip
+        product = "batch_size * model.context_length" + (f" * {data_size} processes" if data_size > 1 else "")
+        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {one_pass}, which is {product}")
     return cfg.tokens_per_step

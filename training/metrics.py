@@ -8,11 +8,13 @@ can fail. (JSON has no NaN; Python writes and reads NaN all the same.)
 import json
 import math
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from conf.keys import check, key
 
@@ -53,17 +55,15 @@ class Metrics:
     def forget_after(self, step: int) -> None:
         """Keeps the records and samples up to a step."""
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
-        # A kill may have cut the last line short; it is of a step that is made again.
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        records = [(line, json.loads(line)) for line in lines if line.endswith("}\n")]
-        kept = [(line, record) for line, record in records if record["step"] <= step]
-        replace(path, "".join(line for line, _ in kept))
-        for _, record in kept:
+        records = [json.loads(line) for line in lines if line.endswith("}\n")]  # a kill may have cut the last one short
+        records = [record for record in records if record["step"] <= step]
+        replace(path, "".join(json.dumps(record) + "\n" for record in records))
+        for record in records:
             self.note(record)
         if samples.exists():
             parts = samples.read_text(encoding="utf-8").split("=====\n")[1:]
-            kept_samples = [part for part in parts if int(part.split("\n")[0]) <= step]
-            replace(samples, "".join(f"=====\n{part}" for part in kept_samples))
+            replace(samples, "".join(f"=====\n{part}" for part in parts if int(part.split("\n")[0]) <= step))
 
     @property
     def best(self) -> tuple[float, int]:
@@ -82,7 +82,7 @@ class Metrics:
         self.file.flush()  # flushed lines survive kill -9
         self.note(record)
         self.say(self.line(record))
-        self.to_wandb({name: x for name, x in record.items() if x is not None})
+        self.to_wandb("log", {name: x for name, x in record.items() if x is not None})
 
     def line(self, record: dict) -> str:
         """A record as one line for the eye and for grep."""
@@ -124,64 +124,73 @@ class Metrics:
         for (name, curve), style in zip(self.curves.items(), ("-", "o"), strict=True):
             axes.plot([step for step, _ in curve], [loss for _, loss in curve], style, lw=0.8, ms=4, label=name)
         axes.set_title(f"{self.stamp}{self.folder.name}", color="red" if self.broken else "black", parse_math=False)
-        axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.folder / "loss.png", dpi=120)
         self.drawn_at = time.perf_counter()
         self.draw_seconds = self.drawn_at - began
 
     def begin_wandb(self, wanted: WandbConfig, config: dict) -> None:
-        """Begins a wandb run; offline if it cannot begin online within 5 s. wandb never stops a training."""
+        """Begins a wandb run; offline if it cannot begin online within 5 s. wandb never stops a training. It holds it
+        up for ten seconds at most, here and in close()."""
         mode = os.environ.get("WANDB_MODE", "auto") if wanted.mode == "auto" else wanted.mode
-        if mode == "auto" and not has_api_key():
-            self.say("wandb: disabled, because there is no API key: `wandb login`, or wandb.mode=offline")
-        if not self.writes or mode == "disabled" or (mode == "auto" and not has_api_key()):
+        if mode in ("auto", "online") and not has_api_key():  # wandb would ask for one and wait
+            mode = "disabled" if mode == "auto" else "offline"
+            self.say(f"wandb: {mode}, because there is no API key: `wandb login`, or wandb.mode=offline")
+        if not self.writes or mode == "disabled":
             return
+        # At exit wandb 0.31 sends its own telemetry, and waits ten seconds for a host that does not answer.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # here, because it takes half a second
 
         id_file = self.folder / "wandb_id.txt"  # a resumed run continues its wandb run
         if not id_file.exists():
             id_file.write_text(os.urandom(4).hex())
         project = wanted.project or os.environ.get("WANDB_PROJECT", "tilegpt")
-        tags = [*wanted.tags, *(f"broken:{failure}" for failure in self.broken.split("+") if failure)]
-        settings = wandb.Settings(silent=True, console="off", init_timeout=5, finish_timeout=8)
+        # For one tag that is empty or longer than 64 characters, in WANDB_TAGS too, wandb refuses the whole run.
+        if named := fitting(os.environ.pop("WANDB_TAGS", "").split(",")):
+            os.environ["WANDB_TAGS"] = ",".join(named)  # for the next run of a sweep
+        tags = [*wanted.tags, *named, *(f"broken:{failure}" for failure in self.broken.split("+") if failure)]
+        settings = wandb.Settings(silent=True, console="off", init_timeout=5, finish_timeout=7)
         arguments: dict[str, Any] = {"project": project, "name": self.folder.name, "dir": self.folder,
-            "tags": [tag[:64] for tag in tags], "config": config, "id": id_file.read_text(), "resume": "allow",
+            "tags": fitting(tags), "config": config, "id": id_file.read_text(), "resume": "allow",
             "settings": settings}  # fmt: skip
         for attempt in ("offline",) if mode == "offline" else ("online", "offline"):
             try:
-                if attempt == "online" and not has_api_key():  # init() would ask for one and wait
-                    raise ValueError("there is no API key: `wandb login`")
                 self.wandb = wandb.init(mode=attempt, **arguments)
                 self.wandb.define_metric("*", step_metric="step")  # wandb's own step counts calls
                 break
             except Exception as error:  # whatever it is: no network, a wrong key, a dead helper process
-                self.say(f"wandb: cannot begin {attempt} ({str(error).splitlines()[0]})")
+                self.say(f"wandb: cannot begin {attempt} ({' '.join(str(error).split())})")
                 wandb.teardown()  # ends the helper process, which still has the online run's settings
         if self.wandb is not None:
-            later = f"offline; wandb sync {self.folder}/wandb/offline-run-* sends this run later"
+            later = f"offline; wandb sync {shlex.quote(str(self.folder))}/wandb/offline-run-* sends this run later"
             self.say(f"wandb: {later if self.wandb.settings.mode == 'offline' else self.wandb.url}")
 
-    def to_wandb(self, record: dict) -> None:
-        """Hands a record to wandb's helper process. After an error the training goes on without wandb."""
+    def to_wandb(self, call: str, *arguments: Any, **options: Any) -> None:
+        """A call of the wandb run. After an error the training goes on without wandb."""
         try:
             if self.wandb is not None:
-                self.wandb.log(record)
+                getattr(self.wandb, call)(*arguments, **options)
         except Exception as error:  # whatever it is: a dead helper process, a full disk
-            self.say(f"wandb: gave up, the run goes on without it ({error})")
+            self.say(f"wandb: gave up, the run goes on without it ({error or type(error).__name__})")
             self.wandb = None
 
     def close(self, exit_code: int = 0) -> None:
         self.file.close()
         self.draw(last=True)
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=exit_code)
+        self.to_wandb("finish", exit_code=exit_code)
+
+
+def fitting(tags: list[str]) -> list[str]:
+    """The tags as wandb takes them."""
+    return [tag.strip()[:64] for tag in tags if tag.strip()]
 
 
 def has_api_key() -> bool:
     """Whether wandb would find an API key: in WANDB_API_KEY or where `wandb login` puts it."""
+    hosts = ("api.wandb.ai", "api.forge.coreweave.com", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc)
     try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc().authenticators("api.wandb.ai"))
+        return bool(os.environ.get("WANDB_API_KEY") or any(map(netrc().authenticators, hosts)))
     except (OSError, NetrcParseError):
         return False
 

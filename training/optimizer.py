@@ -48,12 +48,10 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     instead of a dozen.
 
     Muon (arXiv 2502.16982) takes a matrix's momentum, sets its singular values to about 1 and uses the result as the
-    update. So the weak directions learn as fast as the strong ones. This is meant for matrices inside the blocks: the
-    embedding and the head have one row per token. Muon's updates have the size of AdamW's, 0.2 per entry for every
-    matrix shape. So both use the same lr, weight decay and schedule.
-
-    The price of Muon is fifteen matrix products per matrix and step: with width C, 3.75 C / tokens_per_step of all
-    arithmetic, 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix.
+    update. So the weak directions learn as fast as the strong ones. It is meant for the matrices of the blocks (q, k, v
+    are one): the embedding and the head have one row per token. Its updates have the size of AdamW's, 0.2 per entry,
+    so both use the same lr, weight decay and schedule. It costs fifteen matrix products per matrix and step: with width
+    C, 3.75 C / tokens_per_step of all arithmetic, 0.6 % for GPT-2 at half a million tokens, 12 % for nano.
 
     On a CUDA GPU the learning rate is a tensor there, so that a recorded step (training/step.py) reads it anew.
     """
@@ -90,11 +88,10 @@ class AdamW(NotCompiled, torch.optim.AdamW):
 class Muon(NotCompiled):
     """Muon as in torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), bit for bit with a learning rate that is a number.
 
-    Matrices of one shape are updated together, up to TOGETHER elements at a time, which bounds the memory. On a GPU,
-    launching the products of one small matrix takes longer than computing them.
-
-    torch's reads the learning rate on the host, and has no found_inf. A step here never waits for the device: lr may be
-    a tensor there, and so may found_inf, which leaves the step out if it is 1 (as in torch's fused AdamW).
+    Matrices of one shape are updated together, because launching the products of one small matrix on a GPU takes longer
+    than computing them. TOGETHER bounds the memory. torch's Muon reads the learning rate on the host, and has no
+    found_inf. A step here never waits for the device: lr may be a tensor there, and so may found_inf, which leaves the
+    step out if it is 1 (as in torch's fused AdamW).
 
     With FSDP2 all ranks gather each matrix and compute all of its update, as they do without.
 
@@ -164,16 +161,19 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
         cosine   /```-.._        rises linearly over warmup_steps, then falls as half a cosine to min_lr_ratio * lr
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
+    Where the decay begins before the warm-up ends, the lower rate counts. With min_lr_ratio=0 the decay ends one step
+    after the last one, which would learn nothing at a rate of 0.
+
     wsd reaches as low a loss as cosine (arXiv 2405.18392). It does not need to know the number of steps before its
     decay begins: a checkpoint from the stable part can be trained on to any number of steps.
     """
     assert config.lr is not None, "set_up() in train.py fills it in"
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    end = steps if config.min_lr_ratio else steps + 1
     if config.schedule == "wsd":
-        height = min(1.0, (steps - step) / (steps * config.decay_fraction))
+        height = min(1.0, (end - step) / (steps * config.decay_fraction))
     else:
-        progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        progress = (step - config.warmup_steps) / max(1, end - config.warmup_steps)
+        height = 0.5 * (1 + math.cos(math.pi * max(0.0, progress)))
     floor = config.min_lr_ratio * config.lr
-    return floor + (config.lr - floor) * height
+    decayed = floor + (config.lr - floor) * height
+    return min(decayed, config.lr * step / config.warmup_steps) if step < config.warmup_steps else decayed

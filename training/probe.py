@@ -3,14 +3,13 @@
     calls = record(model, idx, documents, targets)   the attention calls of a forward; with targets, of its backward too
     gauges(calls[3])                                 largest score, headroom, error, entropy
     find(calls)                                      the first tile with NaN or infinity, in the order of computing
-    search(model, batches, rng, ...)                 find() over all the batches of a step that stopped a run
+    search(train_step, batch, rng)                   find() over all passes of a step that stopped a run
 
 They look at the inputs and outputs of calls, so they serve any implementation. find() goes through the tiles of
 model/tiled.py, attention.block_m x block_n, with the same break_it. Memory is O(T). Shapes are as in model/tiled.py.
 """
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from model.break_it import BreakIt
 from model.gpt import GPT
 from model.tiled import INF, LOG2E, by_key_head, tile
 from training.machine import rng_state, set_rng_state
+from training.step import TrainStep
 
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
 
@@ -174,20 +174,18 @@ WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "z
         "ds": "ds is", "dv": "dv is", "dk": "dk is", "dq": "dq is"}  # fmt: skip
 
 
-def search(
-    model: GPT, batches: list[Batch], rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
-) -> tuple[Place, dict[str, Tensor]] | None:
-    """Runs the batches of a step again, from the random state before it, to the first with a tile that is not finite.
+def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
+    """Runs the passes of a step again, from the random state before it, to the first with a tile that is not finite.
     Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
-    state before the batch. None if the NaN does not begin in attention."""
+    state before the pass. None if the NaN does not begin in attention."""
     set_rng_state(rng)  # so the dropout is that of the step
-    for batch in batches:
+    for part in batch.parts():
         before = rng_state()
-        x, y, documents = batch.to(device)
-        with autocast:
-            place = find(record(model, x, documents, y))
+        x, y, documents = part.to(step.device)
+        with step.autocast, step.uncompiled():
+            place = find(record(step.model, x, documents, y))
         if place:
-            return place, {f"batch.{name}": x for name, x in batch._asdict().items() if x is not None} | before
+            return place, {f"batch.{name}": x for name, x in part._asdict().items() if x is not None} | before
     return None
 
 

@@ -18,7 +18,6 @@ B batch size, T sequence length. A step's batch has an axis in front, the passes
 """
 
 import hashlib
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import getfile
 from pathlib import Path
@@ -97,7 +96,8 @@ class TrainStep:
         self.device = device = next(model.parameters()).device
         if mode != "eager":
             # torch keeps graphs for the next run. It finds them by the ops' names, so their source belongs to the key.
-            torch.compiler.config.cache_key_tag = hashlib.sha256(Path(getfile(AttentionConfig)).read_bytes()).hexdigest()
+            source = Path(getfile(AttentionConfig)).read_bytes()
+            torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             for block in model.blocks:  # alike, so compiled once; the whole model takes ten times as long to compile
                 block.compile(dynamic=False)
         self.ahead = AHEAD.get(device.type, 0)
@@ -123,7 +123,11 @@ class TrainStep:
             self.graph, self.capture_at = None, self.steps + WARM_UP
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
         self.batch.copy_(batch.each(Tensor.pin_memory) if cuda else batch)
-        set_learning_rate(self.optimizers, lr)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if isinstance(group["lr"], Tensor):  # on a GPU, where a graph would keep a number as it was when captured
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         if self.mode == "graph" and self.graph is None and self.steps == self.capture_at:
             self.graph = self.capture(self.batch)
         if self.graph is not None:
@@ -194,12 +198,3 @@ class TrainStep:
     def uncompiled(self) -> AbstractContextManager:
         """Inside, compiled blocks run eagerly: for inputs of other shapes, which would be compiled again and again."""
         return nullcontext() if self.mode == "eager" else torch.compiler.set_stance("force_eager")
-
-
-def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
-    """On a GPU the rate is a tensor there: a graph would keep a number as it was when captured."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
