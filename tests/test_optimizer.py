@@ -1,6 +1,7 @@
 """training/optimizer.py: who takes which weight, how far a step goes, and how the rate rises and falls."""
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -60,23 +61,24 @@ def test_cosine_rises_and_falls_to_its_minimum():
     assert found[-1] == pytest.approx(0.1)
 
 
-SCHEDULES = [
-    ({"schedule": "wsd", "decay_fraction": 1.0}, 200),
-    ({"schedule": "wsd"}, 110),
-    ({"min_lr_ratio": 0.0}, 200),
-    ({"schedule": "wsd", "min_lr_ratio": 0.0}, 200),
-    ({"min_lr_ratio": 0.0, "warmup_steps": 0}, 1),
-]
-
-
-@pytest.mark.parametrize(("options", "steps"), SCHEDULES)
-def test_no_step_has_a_rate_of_0_and_none_jumps(options, steps):
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_no_step_has_a_rate_of_0_and_none_jumps(schedule, min_lr_ratio):
     """With min_lr_ratio=0 the last step learned nothing. Where the decay began before the warm-up had ended, the rate
-    halved from one step to the next."""
-    config = OptimizerConfig(**{"lr": 1.0, "warmup_steps": 100} | options)
-    found = [learning_rate(step, steps, config) for step in range(1, steps + 1)]
-    assert min(found) > 0
-    assert all(abs(b - a) < 0.05 for a, b in pairwise(found))
+    halved from one step to the next. Now a step changes it by no more than the steeper of both slopes."""
+    for steps, warmup, fraction in product([*range(1, 51), 110, 200], [0, 1, 10, 100], [0.2, 1.0]):
+        config = OptimizerConfig("adamw", 1.0, schedule, fraction, min_lr_ratio, warmup)
+        found = [learning_rate(step, steps, config) for step in range(1, steps + 1)]
+        assert min(found) > 0, (steps, config)
+        decay = 1 / (fraction * steps) if schedule == "wsd" else math.pi / 2 / max(1, steps - warmup)
+        steepest = max(decay, 1 / warmup if warmup else 0.0) * (1 + 1e-12)  # slopes are rounded, too
+        assert all(abs(b - a) <= steepest for a, b in pairwise(found)), (steps, config)
+
+
+def test_a_clock_in_a_warm_up_longer_than_the_run_gives_the_last_steps_rate():
+    """It was far below 0 with wsd."""
+    config = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=100)
+    assert learning_rate(90.0, 50, config) == learning_rate(50, 50, config) > 0
 
 
 SHAPES = [(48, 16), (16, 64), (16, 16)]

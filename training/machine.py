@@ -19,8 +19,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 PEAK_FLOPS = {
     r"Laptop|MIG|Max-Q|NVL|H100 PCIe": None,
     r"\bB200\b": 2250e12,
-    r"\bG?H200\b": 989e12,
-    r"\bH100\b": 989e12,
+    r"\b(GH200|H200|H100)\b": 989e12,
     r"\bA100\b": 312e12,
     r"\bL40S\b": 362e12,
     r"\bL4\b": 121e12,

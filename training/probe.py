@@ -212,7 +212,9 @@ def first_bad(call: Call) -> Place | None:
     found: list[Place] = []
 
     def watch(rows: range, columns: range, **values: Any) -> None:
-        for name in () if found else (name for name in WHAT if name in values):
+        for name in WHAT:
+            if found or name not in values:
+                continue
             x = values[name]
             if name in ("dv", "dk", "dq"):
                 x = x.to(call.q.dtype)  # the result's dtype, which may overflow
@@ -221,7 +223,6 @@ def first_bad(call: Call) -> Place | None:
                 bad = bad.any(-1, keepdim=True).expand(len(bad), values["dq"].shape[1])
             if bad.any():
                 found.append(place(call, bad, rows, columns, WHAT[name]))
-                return
 
     arguments = call.problem(), call.config.block_m, call.config.block_n, watch
     with torch.autocast(call.q.device.type, enabled=False):

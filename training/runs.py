@@ -8,9 +8,8 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 
 def row(folder: Path) -> dict[str, str | float]:
@@ -28,18 +27,20 @@ def row(folder: Path) -> dict[str, str | float]:
     }
 
 
+def flat(config: dict, prefix: str = "") -> dict[str, str]:
+    """A configuration by its dotted keys: {"optimizer.lr": "0.01", ...}."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: str(value)}
+    return found
+
+
 def differing(folders: list[Path]) -> dict[str, dict[str, str]]:
     """Of each run the keys in which the runs' configurations differ, but for their names."""
-    flat: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        groups = {name: values for name, values in config.items() if isinstance(values, dict)}
-        flat[folder.name] = {name: str(value) for name, value in config.items() if name not in groups} | {
-            f"{group}.{name}": str(value) for group, values in groups.items() for name, value in values.items()
-        }
-    keys = sorted({key for config in flat.values() for key in config} - {"name", "resume", "runs"})
-    varied = [key for key in keys if len({config.get(key) for config in flat.values()}) > 1]
-    return {name: {key: config.get(key, "") for key in varied} for name, config in flat.items()}
+    configs = {folder.name: flat(yaml.safe_load((folder / "config.yaml").read_text())) for folder in folders}
+    keys = sorted({key for config in configs.values() for key in config} - {"name", "resume", "runs"})
+    varied = [key for key in keys if len({config.get(key) for config in configs.values()}) > 1]
+    return {name: {key: config.get(key, "") for key in varied} for name, config in configs.items()}
 
 
 if __name__ == "__main__":
