@@ -24,12 +24,11 @@ from pathlib import Path
 import torch
 
 from conf.keys import check, key
-from lab.command import command
 from lab.peers import IMPLS, Case
 from lab.race import race
 from lab.step import compare_steps
 from lab.traffic import traffic
-from training import config
+from training.config import command
 from training.machine import pick_device
 
 GPU = torch.cuda.is_available()
@@ -91,8 +90,6 @@ def bench(cfg: Bench) -> None:
         for D, causal in product(cfg.head_sizes, cfg.causal):
             traffic(cfg.lengths, D, cfg.on_chip, causal)
 
-
-config.register(Bench, "bench_schema")
 
 if __name__ == "__main__":
     command("bench", Bench, bench)

@@ -19,11 +19,10 @@ import torch
 
 from conf.keys import check, key
 from lab import failures, page
-from lab.command import command
 from lab.look import look, replay
 from lab.trace import trace, worked_example
 from model.break_it import FAILURES
-from training import config
+from training.config import command
 from training.machine import about
 
 
@@ -84,8 +83,6 @@ def compare(cfg: Lab, names: list[str]) -> None:
             page.picture(name, losses[name], Path(cfg.out) / "break" / f"{name}.png")
         print(page.write_page(Path(cfg.out), lines, losses, about(torch.device("cpu"))))
 
-
-config.register(Lab, "breakit_schema")
 
 if __name__ == "__main__":
     command("breakit", Lab, lab)

@@ -16,18 +16,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-import hydra
 import tiktoken
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from conf.keys import check, key
 from data.tokenizer import TextStream, encode, from_json
 from model.generate import Sampler, generate
 from model.gpt import GPT
-from training import config, context, huggingface
+from training import context, huggingface
+from training.config import command
 from training.machine import DTYPES, pick_device, pick_dtype
 from training.trained import find_trained, network
 
@@ -58,23 +56,9 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
 
 
-config.register(Config, "sample_schema")
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="sample")
-def main(typed: DictConfig) -> None:
-    """Prints text on standard output, and what it is on standard error. Exits with 1 for a mistake of the user's."""
-    try:
-        sample(cast(Config, OmegaConf.to_object(typed)))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:  # one line. A program error keeps its traceback
-        print(f"sample: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 def sample(cfg: Config) -> None:
-    """Writes text, or what is asked for instead. ValueError for a mistake of the user's."""
+    """Prints text on standard output, and what it is on standard error; or does what is asked for instead. ValueError
+    for a mistake of the user's."""
     trained, device = find_trained(cfg.run, cfg.checkpoint, Path(cfg.runs)), pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""
@@ -136,6 +120,4 @@ def read_prompt(cfg: Config) -> str:
 
 
 if __name__ == "__main__":
-    config.check_arguments(sys.argv[1:], Config, "sample")
-    sys.argv[1:] = map(config.quoted, sys.argv[1:])
-    main()
+    command("sample", Config, sample)

@@ -19,7 +19,6 @@ if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import math
-import shlex
 import signal
 import sys
 import time
@@ -44,9 +43,9 @@ from data.tokenizer import TextStream, from_json, to_json
 from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
-from training import awake, config, machine, probe
+from training import awake, machine, probe
 from training.checkpoint import find_checkpoint, open_folder, restore, save_checkpoint, take_weights, tensors_of
-from training.config import Config, configuration, fill_in, name_of, refuse_attention
+from training.config import Config, check_arguments, configuration, fill_in, name_of, refuse_attention, to_type
 from training.huggingface import find_weights
 from training.metrics import Metrics
 from training.optimizer import build_optimizers, learning_rate
@@ -73,9 +72,9 @@ class Run:
     checks: tuple[int, ...]  # steps after which a broken run checks whether the failure acts
     step: int  # updates enqueued
     seconds: float  # of the run, as all ranks have agreed
-    start: float  # when the run's time was 0, by time.perf_counter(); time before a resume counts
     unfinished: bool  # a signal has cut the evaluation of this step short
     signal: int = 0  # that ends the run; 0: none
+    start: float = 0.0  # when the run's time was 0, by time.perf_counter(); time before a resume counts
     clock: float = 0.0  # when the last update's numbers arrived
 
     def sync_time_and_signal(self) -> int:
@@ -91,9 +90,6 @@ class Run:
     def is_due(self, every: int) -> bool:
         """Whether to do now what is done every so many steps (0: never) and at the end."""
         return every > 0 and (self.is_over() or self.step % every == 0)
-
-
-config.register(Config, "config_schema")  # the schema, before Hydra looks for it
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -167,9 +163,9 @@ def set_up(typed: DictConfig) -> Run:
     if ranks.first:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
     metrics = Metrics(folder, cfg.steps, cfg.break_it.label, step, ranks.first)
-    seconds, checks = state.get("seconds", 0.0), awake.STEPS if cfg.break_it.broken else ()
+    checks = awake.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
-              seconds, start=time.perf_counter() - seconds, unfinished=state.get("unfinished", False))  # fmt: skip
+              seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip
     introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
@@ -211,6 +207,7 @@ def train(run: Run) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
+    run.start = time.perf_counter() - run.seconds
     stopped = run.unfinished and finish_step(run)
     run.clock = time.perf_counter()
     while not (stopped or run.is_over()):
@@ -231,7 +228,7 @@ def train(run: Run) -> int:
             stopped = finish_step(run)
             run.clock = time.perf_counter()
     loss, step = run.metrics.best
-    again = shlex.join(["python", "train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}"])
+    again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}")
     if stopped:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + run.signal
@@ -277,8 +274,8 @@ def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) 
         found = probe.search(run.train_step, batch, rng)
         say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
         if found:
-            replay = f"replay={save(run, into='faults', fault=found[1])}"
-            say(f"  to see it again: python breakit.py {shlex.quote(replay)}")
+            fault = save(run, into="faults", fault=found[1])
+            say(f"  to see it again: {to_type('breakit.py', f'replay={fault}')}")
     return 1
 
 
@@ -363,5 +360,5 @@ def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fau
 
 
 if __name__ == "__main__":
-    config.check_arguments(sys.argv[1:], Config, "train")
+    check_arguments(sys.argv[1:], Config, "train")
     main()

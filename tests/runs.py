@@ -34,10 +34,6 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records(run)]
 
 
-def tiled(block: int) -> list[str]:
-    return ["attention=tiled", f"attention.block_m={block}", f"attention.block_n={block}"]
-
-
 def last(run: Path) -> Path:
     return checkpoint.all_checkpoints(run / checkpoint.FOLDER)[-1]
 

@@ -198,8 +198,7 @@ def test_the_mode_is_the_configurations_else_the_environments_else_by_the_key(
         monkeypatch.setenv("WANDB_MODE", environment)
     begun(tmp_path, WandbConfig(mode))
     assert [mode for mode, _ in wandb.inits] == begins
-    if not api_key and (mode, environment) in (("auto", None), ("online", None)):
-        assert "wandb login" in capsys.readouterr().out
+    assert ("wandb login" in capsys.readouterr().out) == (not api_key and not environment and mode != "offline")
 
 
 def test_where_it_cannot_begin_online_it_begins_offline_and_says_so_in_a_line(fake, tmp_path, capsys):

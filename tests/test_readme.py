@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from model.attention import AttentionConfig
@@ -27,8 +28,11 @@ SCRIPTS = {"train": ("config", "Config"), "sample": ("sample", "Config"), "bench
 
 
 def schema(script: str) -> type:
-    """The dataclass of a script's keys. Loading the script registers it with Hydra."""
-    return getattr(importlib.import_module(script), SCRIPTS[script][1])
+    """The dataclass of a script's keys, registered with Hydra."""
+    config, name = SCRIPTS[script]
+    found = getattr(importlib.import_module(script), name)
+    ConfigStore.instance().store(name=f"{config}_schema", node=found)
+    return found
 
 
 KEYS = {name for script in SCRIPTS for name, _ in leaves(schema(script))}

@@ -147,13 +147,12 @@ def test_text_is_written_while_it_is_made(write, run, monkeypatch):
     assert shown[:4] == ["xa", "xa", "xa\u00e9", "xa\u00e9b"]
 
 
-@pytest.mark.parametrize(("given", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_weights_have_the_dtype_that_was_asked_for(write, run, monkeypatch, given, dtype):
+def test_the_weights_have_the_dtype_that_was_asked_for(write, run, monkeypatch):
     keep(run, gpt())
     seen = []
     monkeypatch.setattr(generate, "generate", lambda model, *_: seen.append(model.head.weight.dtype) or iter(()))
-    write(f"dtype={given}")
-    assert seen == [dtype]
+    write("dtype=bf16")
+    assert seen == [torch.bfloat16]
 
 
 def test_the_checkpoint_that_was_asked_for_speaks(call, write, run):
@@ -198,15 +197,6 @@ def test_a_mistake_is_one_line(typed, call, run):
     ended = call(sample, f"runs={run.parent}", *typed.format(run=run).split())
     assert (ended.code, ended.out) == (1, "")
     assert len([line for line in ended.err.splitlines() if not line.startswith(str(run))]) == 1
-
-
-def test_spoilt_weights_are_one_line(call, run):
-    model = gpt()
-    model.norm.weight.data.fill_(torch.nan)
-    keep(run, model)
-    ended = call(sample, f"runs={run.parent}")
-    assert ended.code == 1
-    assert "NaN" in ended.err.splitlines()[-1]
 
 
 def test_a_prompt_of_other_bytes_than_utf8_is_named(run):

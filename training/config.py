@@ -1,23 +1,23 @@
 """The configuration, by Hydra: structured configs here and beside the code they configure, YAML files in conf/.
 
-python train.py model=gpt2 optimizer.lr=1e-3      a file conf/model/gpt2.yaml, and one key
-python train.py -m optimizer.lr=1e-3,2e-3         Hydra's sweep; hydra/launcher= and hydra/sweeper= as in its manual
-python train.py --help                            every key, with its value for this command and its meaning
+python train.py model=gpt2 optimizer.lr=1e-3      the file conf/model/gpt2.yaml, and one key
 python train.py --cfg job                         the configuration as YAML
 """
 
 import json
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import hydra
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -112,9 +112,26 @@ class Config:
         return warmup + (self.steps - warmup) * min(1.0, done)
 
 
-def register(schema: type, name: str) -> None:
-    """Tells Hydra of a script's keys. Called when the script is loaded."""
-    ConfigStore.instance().store(name=name, node=schema)
+ConfigStore.instance().store(name="config_schema", node=Config)  # what conf/config.yaml begins with
+
+
+def command(name: str, schema: type, run: Callable[[Any], None]) -> None:
+    """`python NAME.py KEY=VALUE ...`, of every script but train.py: calls run() with an instance of the dataclass
+    schema. Exits with 1 and one line for a mistake of the user's (ValueError, OSError)."""
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+    def main(typed: DictConfig) -> None:
+        try:
+            run(OmegaConf.to_object(typed))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (ValueError, OSError) as error:  # a program error keeps its traceback
+            sys.exit(f"{name}: {error}")
+
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    check_arguments(sys.argv[1:], schema, name)
+    sys.argv[1:] = map(quoted, sys.argv[1:])
+    main()
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -175,6 +192,11 @@ def quoted(argument: str) -> str:
         return argument
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))  # no interpolation
     return "prompt='" + re.sub(r"(\\*)('|\Z)", r"\1\1\2", text).replace("'", r"\'") + "'"
+
+
+def to_type(script: str, *arguments: str) -> str:
+    """A command for the reader to type, in the folder in which this one was typed."""
+    return shlex.join(["python", str(Path(sys.argv[0]).with_name(script)), *arguments])
 
 
 def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:

@@ -40,9 +40,7 @@ class Metrics:
     samples are deleted, because a resumed run makes these steps again. writes: False on all ranks but the first.
     """
 
-    def __init__(
-        self, folder: Path, total_steps: int, broken: str = "", resume_step: int = 0, writes: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, total_steps: int, broken: str = "", resume_step: int = 0, writes: bool = True):
         self.folder, self.total_steps, self.broken, self.writes = folder, total_steps, broken, writes
         self.stamp = f"BROKEN[{broken}] " if broken else ""
         self.wandb: Any = None
