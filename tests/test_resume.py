@@ -93,11 +93,12 @@ def test_a_signal_saves_the_step_that_was_reached_and_the_exit_code_names_it(sta
 
 @pytest.mark.slow
 def test_a_second_signal_kills(start, whole, tmp_path):
-    """The sample is long, and no signal ends it: the second one has to."""
-    process = start("train.py", *whole[1], "sample_every=1", "sample_tokens=1000000", f"runs={tmp_path}", "name=x")
-    wait_for(tmp_path / "x", 1)
+    """An update of 20,000 passes is long, and no signal ends it: the second one has to."""
+    process = start("train.py", *whole[1], "tokens_per_step=2560000", f"runs={tmp_path}", "name=x")
+    next(line for line in process.stdout if line.startswith("trains from"))
+    time.sleep(1)  # until train() listens to signals
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    next(line for line in process.stderr if "a second signal" in line)
     process.send_signal(signal.SIGINT)
     assert process.wait(HANGS) == -signal.SIGINT
 
