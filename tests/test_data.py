@@ -219,3 +219,9 @@ def test_validation_windows_may_overlap_if_the_text_is_short():
         assert (len(firsts), firsts[0], firsts[-1]) == (min(wanted, N - T), 0, N - 1 - T)
         assert 1 <= firsts.diff().min() <= firsts.diff().max() <= firsts.diff().min() + 1
     assert torch.equal(*(validation(4, T, 10 * T, overlap=overlap) for overlap in (True, False)))
+
+
+def test_validation_reads_a_window_whose_last_target_is_the_texts_last_token():
+    for count in (1, 3):
+        (batch,) = validation_batches(np.arange(count * T + 1), STARTS, 4, T, 10**9)
+        assert batch.y.flatten().tolist() == [*range(1, count * T + 1)]

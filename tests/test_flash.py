@@ -225,3 +225,12 @@ def test_a_backward_in_other_tiles_breaks_the_mask_of_the_forward(monkeypatch):
     found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, same))
     wide = {key: x.double() for key, x in inputs.items()}
     assert_within_budget(found, of_tiled, run(wide, case, same, break_it=broken))
+
+
+def test_the_gradient_of_lse_may_have_any_strides():
+    inputs = Case(70, D=16).inputs(torch.float32, DEVICE)
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    lse, dlse = attention(q, k, v, TRITON, return_lse=True)[1], inputs["dlse"]
+    layouts = dlse, dlse.mT.contiguous().mT
+    right, found = (torch.autograd.grad(lse, (q, k), layout, retain_graph=True) for layout in layouts)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))

@@ -187,3 +187,12 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature):
     tokens = Sampler(temperature).choose(LOGITS.expand(n, -1) + 500, torch.Generator().manual_seed(0))
     share = torch.bincount(tokens.flatten(), minlength=4) / n
     assert ((share - p).abs() < 5 * (p * (1 - p) / n).sqrt()).all()
+
+
+@pytest.mark.parametrize("impl", ["tiled", "triton"])
+def test_a_cleared_cache_begins_at_position_0_again(impl):
+    cache = KVCache(made(impl), 1)
+    cache.advance(5)
+    assert cache.positions(2).tolist() == [5, 6]
+    cache.clear()
+    assert (cache.positions(1).tolist(), cache.positions(2).tolist()) == ([0], [0, 1])

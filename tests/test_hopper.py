@@ -61,6 +61,7 @@ VALUES = [
     Case(140, B=1, D=128, dropout_p=0.1),
     Case(300, B=1, H=1, D=64, window=70),
     Case(200, B=2, H=1, D=128, documents=(140, 0, 60)),
+    Case(128, 129, B=1, H=1, D=64, window=2),  # only the last row sees a key of the last tile
 ]
 
 

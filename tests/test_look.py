@@ -129,3 +129,10 @@ def test_the_page_draws_in_a_browser_and_is_no_wider_than_a_phone(call, runs, tm
             page.run('document.querySelectorAll("#heads button")[3].click()')
             assert "Layer 1, head 1" in page.run('return document.getElementById("name").textContent')
         assert page.log("browser") == []
+
+
+def test_the_page_has_the_first_token_of_each_later_document(call, runs, tmp_path, monkeypatch):
+    documents = torch.tensor([[0] * 5 + [1] * 3 + [2]])
+    monkeypatch.setattr(look, "text_of", lambda *_: (torch.arange(9)[None], documents))
+    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={tmp_path}/look.html").code == 0
+    assert data_of(tmp_path / "look.html")["documents"] == [5, 8]
