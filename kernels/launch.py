@@ -161,7 +161,8 @@ def hopper(q: Tensor, problem: Problem) -> bool:
     """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of ON_HOPPER alone."""
     if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
         return False
-    narrow = problem.seed is not None and (problem.window or 512) < 512  # slower than kernels/flash.py with dropout
+    # With dropout and a narrow window kernels/flash.py is faster.
+    narrow = problem.seed is not None and problem.window is not None and problem.window < 512
     others = (value for name, value in problem._asdict().items() if name not in ON_HOPPER)
     return all(value is None for value in others) and not problem.broken and not narrow
 
@@ -199,7 +200,6 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visi
     local_m = local_n = None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
         at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
-    threshold = round(256 * problem.dropout_p)
     values = problem._asdict() | {
         "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
         "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
@@ -207,7 +207,7 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visi
         "block_columns": 0 if blocks is None else blocks.shape[1],
         "visits": table, "visits_b": 0 if table is None or len(table) == 1 else table.stride(0),
         "visits_n": 0 if table is None else table.shape[2], "scale2": problem.scale * math.log2(math.e),
-        "threshold": threshold, "zero": 0.0, "keep_scale": 256 / (256 - threshold),
+        "threshold": problem.threshold, "zero": 0.0, "keep_scale": 256 / (256 - problem.threshold),
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))
 

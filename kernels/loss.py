@@ -8,8 +8,8 @@ several times. Here one program does one row, in two passes:
     1. m, the running maximum, and l, the running sum of exp(logit - m)
     2. the row again: its gradient, rounded once, at the place of each logit
 
-The second pass is meant to read from the L2 cache, which depends on how many programs run at a time. It
-goes backwards, because what pass 1 read last is the most likely to be still there.
+The second pass is meant to read from the L2 cache, which depends on how many programs run at a time. It goes backwards,
+because what pass 1 read last is the most likely to be still there.
 """
 
 import math

@@ -30,6 +30,11 @@ class Problem(NamedTuple):
     dropout_p: float  # in steps of 1/256; 0 without dropout
     broken: tuple[str, ...]  # the failures of model/break_it.py
 
+    @property
+    def threshold(self) -> int:
+        """A weight is dropped if its random byte is below this."""
+        return round(256 * self.dropout_p)
+
 
 # Problem as the arguments of a custom op.
 FIELDS = (

@@ -74,6 +74,8 @@ def test_a_mistake_is_said_with_the_way_out_and_makes_no_folder(small_run, tmp_p
     err = small_run(typed, code=1).err
     assert MISTAKES[typed] in err
     assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line and not line.startswith("data: ")]
+    assert len(lines) == 1 or typed in ("steps=abc", "steps=1.5")  # a wrong type has Hydra's own lines
     assert not list(tmp_path.iterdir())
 
 
@@ -120,6 +122,11 @@ def test_the_place_follows_the_clock_where_that_is_further_and_is_at_the_end_whe
     assert places[60] == pytest.approx(100, rel=0.02)  # no jump after the warm-up
     assert places[62] < 2000
     assert places[-1] == 100000
+
+
+def test_a_clock_in_a_warm_up_longer_than_the_run_is_at_its_end():
+    cfg = composed("steps=50", "optimizer.warmup_steps=100", "max_minutes=10")
+    assert cfg.place(40, 110) == 50
 
 
 def test_a_warm_up_by_count_does_not_shorten_the_decay():

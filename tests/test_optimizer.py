@@ -75,12 +75,6 @@ def test_no_step_has_a_rate_of_0_and_none_jumps(schedule, min_lr_ratio):
         assert all(abs(b - a) <= steepest for a, b in pairwise(found)), (steps, config)
 
 
-def test_a_clock_in_a_warm_up_longer_than_the_run_gives_the_last_steps_rate():
-    """It was far below 0 with wsd."""
-    config = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=100)
-    assert learning_rate(90.0, 50, config) == learning_rate(50, 50, config) > 0
-
-
 SHAPES = [(48, 16), (16, 64), (16, 16)]
 
 

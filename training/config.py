@@ -106,7 +106,7 @@ class Config:
         limit, warmup = 60 * self.max_minutes, self.optimizer.warmup_steps
         risen = max(step / max(1, warmup), elapsed / (0.2 * limit))
         if risen < 1:
-            return risen * warmup
+            return min(risen * warmup, self.steps)
         warm = min(0.2 * limit, elapsed * warmup / step)  # seconds of the warm-up, at the pace so far
         done = max((step - warmup) / max(1, self.steps - warmup), (elapsed - warm) / (limit - warm))
         return warmup + (self.steps - warmup) * min(1.0, done)
@@ -170,6 +170,9 @@ def check_arguments(arguments: list[str], schema: type, script: str) -> None:
         dashes = argument.startswith("-")
         if not equals or argument.startswith(("+", "~", "hydra")) or (dashes and not ends):
             continue  # Hydra reads it
+        if name in groups and re.fullmatch(r"[\w-]+", value) and not (CONF / name / f"{value}.yaml").exists():
+            options = ", ".join(sorted(path.stem for path in (CONF / name).glob("*.yaml")))
+            sys.exit(f"{script}: {argument}: there is no such {name}; choose {options}")
         if dashes or name not in known:
             near = ends or get_close_matches(name, known, 1)
             hint = f"did you mean {' or '.join(f'{k}={value}' for k in near)}?" if near else "--help shows every key"

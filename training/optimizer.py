@@ -164,7 +164,6 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
     after the last one, which would learn nothing at a rate of 0.
     """
     assert config.lr is not None, "set_up() in train.py fills it in"
-    step = min(step, steps)  # under max_minutes the clock may be in a warm-up that is longer than the run
     end = steps if config.min_lr_ratio else steps + 1
     if config.schedule == "wsd":
         height = min(1.0, (end - step) / (steps * config.decay_fraction))

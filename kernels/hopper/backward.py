@@ -47,20 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.forward import (
-    all_threads,
-    as_matrix,
-    as_operand,
-    barriers,
-    copy,
-    pass_turn,
-    philox,
-    processors,
-    shared_layout,
-    tell,
-    told,
-    wait_turn,
-)
+from kernels.hopper.forward import all_threads, as_matrix, as_operand, barriers, philox, processors, shared_layout
 from kernels.launch import in_tiles
 from kernels.problem import Problem
 
@@ -90,7 +77,6 @@ class How:
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
     LATE: gl.constexpr
-    CONSUMERS: gl.constexpr  # 2, as wait_turn() of forward.py wants to know
     TURNS: gl.constexpr  # the consumers start their tiles in turn, so that one computes while the other multiplies
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
@@ -144,7 +130,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
-    threshold = round(256 * problem.dropout_p)
+    threshold = problem.threshold
     keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
@@ -181,7 +167,7 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 @cache  # Triton looks up the compiled kernel by identity
 def how(D: int, causal: bool, dropout: bool) -> How:
     turns = LATE[D] and not dropout  # where they were faster
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], 2, turns, causal, dropout)))
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -313,20 +299,31 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
                 mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
                 tma.async_copy_global_to_shared(terms, [b, h, t, 0], full, shared.terms.index(place))
                 tma.async_copy_global_to_shared(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
+                full = shared.do_full.index(place)
                 mbarrier.wait(shared.do_free.index(place), phase ^ 1)
-                copy(do, b, h, t * how.BLOCK_M, shared.do_full.index(place), shared.do.index(place))
+                mbarrier.expect(full, do.block_type.nbytes)
+                tma.async_copy_global_to_shared(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
         # Not earlier: other programs may already wait for the sums of the tile that is taken here.
         item = gl.atomic_add(counters, 1)
         turn += 1
-        mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
         tell(shared, turn, item)
 
 
 @gluon.jit
-def next_item(shared, turn, WARPS: gl.constexpr):
-    """Another job, of WARPS warps, reads the number of the turn's tile of keys."""
-    item = told(shared, turn, WARPS)
+def tell(shared, turn, item):
+    """The producer writes the number of the turn's tile of keys. Each of its threads has a place of its own, and the
+    first is read."""
+    mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+    shared.taken.index(turn & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def told(shared, turn, WARPS: gl.constexpr):
+    """Another job, of WARPS warps, reads that number."""
+    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
+    item = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     all_threads()  # have read it
     mbarrier.arrive(shared.taken_free.index(turn & 1), count=1)
     return item
@@ -337,7 +334,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     """Adds the C-th consumer's halves of dq to the sums, each at its turn."""
     count = 0
     turn = 0
-    item = next_item(shared, turn, 1)
+    item = told(shared, turn, 1)
     while item < items_of(task, how):
         n, tile, first, _, stop = item_at(item, task, how)
         for h in range(n * task.G, (n + 1) * task.G):
@@ -362,7 +359,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                 gl.atomic_add(added, 1, sem="release")
                 count += 1
         turn += 1
-        item = next_item(shared, turn, 1)
+        item = told(shared, turn, 1)
 
 
 @gluon.jit
@@ -371,13 +368,13 @@ def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
     count = 0  # of tiles of queries, over all tiles of keys
     turn = 0
     seed = gl.load(task.seed) if how.DROPOUT else 0
-    item = next_item(shared, turn, 4)
+    item = told(shared, turn, 4)
     if C == 1:
         pass_turn(C, how)  # the first turn is consumer 0's
     while item < items_of(task, how):
         count = gradients(count, item, turn & 1, shared, dk, dv, task, seed, how, C)
         turn += 1
-        item = next_item(shared, turn, 4)
+        item = told(shared, turn, 4)
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
 
@@ -603,9 +600,24 @@ def halves(x, _semantic=None):
 
 
 @gluon.jit
+def wait_turn(C: gl.constexpr, how: gl.constexpr):
+    """The consumers start their tiles in turn, so that one computes weights while the products of the other run."""
+    if how.TURNS:
+        wait: gl.constexpr = f"bar.sync {10 + C}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, how: gl.constexpr):
+    if how.TURNS:
+        arrive: gl.constexpr = f"bar.arrive {11 - C}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def both_consumers():
-    """Waits until the threads of both consumers are here. wait_turn() has the barriers before 12."""
-    wait: gl.constexpr = "bar.sync 12, 256; mov.b32 $0, $1;"
+    """Waits until the threads of both consumers are here. Triton has the barriers with the lowest numbers."""
+    wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 

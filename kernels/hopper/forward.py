@@ -125,7 +125,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem, visits: Visits) -> N
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    threshold = round(256 * problem.dropout_p)
+    threshold = problem.threshold
     table = lse if documents is None else visits(problem, ROWS, block_n, "ranges", q.device)  # type: ignore[misc]
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
@@ -296,10 +296,10 @@ def tell(shared, turn, number):
 
 
 @gluon.jit
-def told(shared, turn, WARPS: gl.constexpr):
-    """A job of WARPS warps reads that number."""
-    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
-    return gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def told(shared, turn):
+    """A consumer reads that number."""
+    mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)
+    return gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -319,7 +319,7 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
         pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
         count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
-        group = told(shared, turn, 4)
+        group = told(shared, turn)
         turn += 1
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
