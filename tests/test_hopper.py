@@ -139,7 +139,7 @@ WAITS = {
     # A consumer that frees a tile without waiting for it takes the next one for there while it still comes.
     "tile": (FREES, "mbarrier.wait(shared.v_full.index(place), phase)", "pass"),
     "q": (FREES, "mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)", "pass"),
-    "group": (FREES, "mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)", "pass"),
+    "group": (FREES, "mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)", "pass"),
     "o": (FREES, "tma.store_wait(0)  # until the previous o has left its place", "pass"),
     "product": (FREES, "s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
     # An adder that does not wait for its turn, or that passes it on before its sums are in memory.
