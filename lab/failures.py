@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.problem import runs_kernels
-from lab.whole import FLOAT32, INF, Inputs, Results, Whole, attend, device_of, scored, seeds_drawn, usual
+from lab.whole import FLOAT32, INF, Inputs, Results, Whole, attend, device_of, scored, usual
 from model import break_it
 from model.break_it import BreakIt
 
@@ -73,32 +73,15 @@ class StaleSeed(Whole):
         self.seed_of_backward = None if self.seed is None else self.seed + 1
 
 
-class UnrestoredSeed(Whole):
-    """The backward is that of a second forward, which draws its own seed."""
-
-    def __init__(self, inputs, *rest):
-        super().__init__(inputs, *rest)
-        if self.seed is not None:
-            self.seed, self.seed_of_backward = seeds_drawn(self.seed, device_of(self.impl))
-
-    def gradients(self, o, p):
-        first, self.seed = self.seed, self.seed_of_backward
-        o, _, p = self.forward()
-        self.seed = first
-        return super().gradients(o, p)
-
-
 USUAL, NOTHING, SHORT = {"usual inputs": usual()}, dict[str, Inputs](), {"one tile": usual(T=16)}
 
 
 class Entry(NamedTuple):
-    """A failure in the lab. acts, sleeps: the inputs, by what they are. again: it acts where the backward computes the
-    attention a second time."""
+    """A failure in the lab. acts, sleeps: the inputs, by what they are."""
 
     prediction: type[Whole]
     acts: dict[str, Inputs] = USUAL
     sleeps: dict[str, Inputs] = NOTHING
-    again: bool = False
 
 
 SEVERAL = {"several tiles": usual()}
@@ -128,7 +111,6 @@ FAILURES = {
         {"causal alone": usual()},
     ),
     "stale_seed": Entry(StaleSeed, DROPPING, EVALUATION),
-    "unrestored_seed": Entry(UnrestoredSeed, DROPPING, EVALUATION, again=True),
 }
 
 
@@ -198,7 +180,7 @@ def tried(entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str) -> 
     """predicted, found, right; and by how much found may differ, as a share of the largest number predicted: twice the
     whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
     number = DTYPES[dtype]
-    found = attend(inputs, impl, number, BreakIt(failure), entry.again)
+    found = attend(inputs, impl, number, BreakIt(failure))
     prediction = entry.prediction(inputs, impl, number)
     same = replace(inputs, seed=prediction.seed)  # the seed of the forward
     right, whole = Whole(same, impl, number).results(), attend(same, impl, number)

@@ -10,7 +10,6 @@ and acc are held in float32, and the weights that multiply v in the inputs' dtyp
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import keep_mask, keep_scale
-from model.gpt import recomputed
 
 INF = math.inf
 FLOAT32 = torch.finfo(torch.float32)
@@ -166,25 +164,14 @@ def device_of(impl: str) -> str:
     return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
 
 
-def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBROKEN, again: bool = False) -> Results:
-    """o, lse, dq, dk and dv of attention(), as float64 on the CPU. again: through recomputed() of model/gpt.py, whose
-    backward computes the attention a second time. ValueError where this implementation has nothing to remove."""
+def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBROKEN) -> Results:
+    """o, lse, dq, dk and dv of attention(), as float64 on the CPU. ValueError where this implementation has nothing to
+    remove."""
     device, config = device_of(impl), AttentionConfig(impl, TILE, TILE, **inputs.options)
     q, k, v, do = inputs.rounded(dtype, device)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     seed = None if inputs.seed is None else torch.tensor(inputs.seed, device=device)
-
-    def block(q: Tensor, rope: None, seed: Tensor | None, documents: None, layer: None) -> tuple[Tensor, Tensor]:
-        return attention(q, k, v, config, seed=seed, break_it=broken, return_lse=True)
-
-    if again and inputs.seed is not None:
-        made: Any = block  # with what recomputed() asks a block for
-        made.config = SimpleNamespace(recompute="true", dropout_p=0.0)
-        made.attention = SimpleNamespace(attention_config=config, break_it=broken)
-        torch.manual_seed(inputs.seed)
-        o, lse = recomputed(made, q, None, seed, None, None)
-    else:
-        o, lse = block(q, None, seed, None, None)
+    o, lse = attention(q, k, v, config, seed=seed, break_it=broken, return_lse=True)
     o.backward(do)
     found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     return {name: x.detach().cpu().double() for name, x in found.items()}
@@ -193,9 +180,3 @@ def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBR
 def flushes(impl: str) -> bool:
     """Whether exp2 takes what is below the smallest normal number for 0, as on a GPU."""
     return device_of(impl) == "cuda"
-
-
-def seeds_drawn(start: int, device: str) -> list[int]:
-    """The seeds of the forward and of the backward's second forward, with torch's generator at `start`."""
-    torch.manual_seed(start)
-    return [int(torch.randint(2**62, (), device=device)) for _ in range(2)]

@@ -303,11 +303,10 @@ def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, doc
         "no_scale": config.softmax_scale and "softmax_scale is no 1 / sqrt(D); leave it out",
         "local_mask": (not causal or masked) and "only the causal mask alone can be broken",
         "stale_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
-        "unrestored_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
     }
     for name in break_it.broken:
         why = idle.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
-        if config.impl == "sdpa" and name not in ("no_scale", "unrestored_seed"):
+        if config.impl == "sdpa" and name != "no_scale":
             why = "torch's sdpa cannot be broken; use attention=tiled"
         if why:
             raise ValueError(f"break_it={break_it.label}: {why}")

@@ -2,7 +2,7 @@
 
 A failure has one name, from the command line to the line that it takes out: `break_it=no_max`, BreakIt.broken,
 Problem.broken and `"no_max" in problem.broken`. Those lines are in model/attention.py (naive), model/tiled.py,
-model/mask.py, model/gpt.py (unrestored_seed) and kernels/. docs/break-it.md explains what each one shows.
+model/mask.py and kernels/. docs/break-it.md explains what each one shows.
 """
 
 from dataclasses import dataclass
@@ -46,10 +46,6 @@ FAILURES = {
     "stale_seed": Failure(
         "the dropout seed that the backward shares with the forward", "in the backward, with dropout",
         "attention.dropout_p=0.5", "naive keeps its dropout mask for the backward",
-    ),
-    "unrestored_seed": Failure(
-        "the reset of the dropout seed before a block is computed again",
-        "in the backward, with dropout and recomputed blocks", "attention.dropout_p=0.5 model.recompute=true",
     ),
 }  # fmt: skip
 PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once

@@ -153,8 +153,6 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         if config.recompute == "selective" and attention_config.impl == "naive":
             raise ValueError("model.recompute=selective keeps o and lse, not naive's weights; use model.recompute=true")
-        if "unrestored_seed" in break_it.broken and config.recompute != "true":
-            raise ValueError(f"break_it={break_it.label}: no block is computed again; use model.recompute=true")
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.context_length, config.n_embd) if config.position == "learned" else None
@@ -236,12 +234,6 @@ def recomputed(block: Any, x: Tensor, rope, seed, documents, layer) -> Tensor:
     config, dropout_p = block.config, block.attention.attention_config.dropout_p
     # nn.Dropout and sdpa draw from torch's generator, so its state is kept; our attention has the seed.
     restore = config.dropout_p > 0 or (block.attention.attention_config.impl == "sdpa" and dropout_p > 0)
-    if "unrestored_seed" in block.attention.break_it.broken:
-
-        def drawn_again(x, rope, seed, documents, layer):
-            return block(x, rope, torch.randint(2**62, (), device=x.device), documents, layer)
-
-        return checkpoint(drawn_again, x, rope, seed, documents, layer, use_reentrant=False, preserve_rng_state=False)
     more: Any = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
     more = more if config.recompute == "selective" else {}
     return checkpoint(block, x, rope, seed, documents, layer, use_reentrant=False, preserve_rng_state=restore, **more)

@@ -449,11 +449,10 @@ def test_auto_takes_the_fastest_implementation_that_has_all_options(monkeypatch)
 
 @pytest.mark.parametrize("name", [name for name in FAILURES if name != "no_rescale"])
 def test_a_failure_is_refused_where_there_is_nothing_to_remove(name):
-    """naive has no tiles; sdpa is torch's. no_scale and unrestored_seed are around attention."""
+    """naive has no tiles; sdpa is torch's. no_scale is around attention."""
     for impl in ("naive", "sdpa"):
         config = AttentionConfig(impl, dropout_p=0.5)
-        around = name in ("no_scale", "unrestored_seed")
-        if around or (impl == "naive" and FAILURES[name].not_in_naive is None):
+        if name == "no_scale" or (impl == "naive" and FAILURES[name].not_in_naive is None):
             attention(X, X, X, config, break_it=BreakIt(name))
             continue
         with pytest.raises(ValueError, match=name):
@@ -464,7 +463,6 @@ IDLE = [
     ("no_scale", {"softmax_scale": 0.3}),
     ("local_mask", {"window": 4}),
     ("stale_seed", {}),
-    ("unrestored_seed", {}),
 ]
 
 

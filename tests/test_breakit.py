@@ -193,7 +193,6 @@ def test_what_is_broken_has_a_name(broken, label):
         (replace(TILED, block_mask=["x"]), "local_mask", {}),
         (TILED, "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}),
         (TILED, "stale_seed", {}),
-        (TILED, "unrestored_seed", {}),
         (AttentionConfig("sdpa"), "no_max", {}),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import tiled
-from model.attention import AttentionConfig, attention
+from model.attention import AttentionConfig
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, MLP, Attention, GPTConfig, rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget, error
@@ -222,22 +222,6 @@ def test_selective_does_not_compute_attention_again(form, times, monkeypatch):
     monkeypatch.setattr(tiled, "forward", lambda *given: calls.append(1) or forward(*given))
     gradients(form, {"impl": "tiled"})
     assert len(calls) == 2 * times
-
-
-@pytest.mark.parametrize(("broken", "different"), [(UNBROKEN, 2), (BreakIt("unrestored_seed"), 4)], ids=str)
-def test_a_block_computed_again_has_the_seed_of_its_forward_unless_that_is_broken(broken, different, monkeypatch):
-    seeds = []
-
-    def seen(*given, seed: Tensor, **options) -> Tensor:
-        seeds.append(int(seed))
-        return attention(*given, seed=seed, **options)
-
-    monkeypatch.setattr("model.gpt.attention", seen)
-    model, idx = gpt("tiled", {"dropout_p": 0.3}, broken, recompute="true"), torch.randint(50, (2, 1, 40))
-    model(*idx).backward()
-    assert len(seeds) == 4
-    assert len(set(seeds)) == different
-    assert (seeds[:2] == seeds[:1:-1]) == (different == 2)  # the backward begins with the last block
 
 
 @pytest.mark.parametrize("form", ["false", "selective"])
