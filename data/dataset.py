@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import tiktoken
 
 from data import download, text
 from data.prepare import HEADER, MAGIC, DataConfig, prepare
-from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_bytes
+from data.tokenizer import TokenizerConfig, build, from_json, token_bytes
 
 FOR_VALIDATION = {"val", "valid", "validation", "dev", "test"}  # words in a shard's name
 
@@ -51,10 +51,7 @@ class Dataset:
     val: np.ndarray | Shards
     train_documents: np.ndarray  # int64 (documents,): index of each document's first token
     val_documents: np.ndarray
-    token_bytes: np.ndarray = field(init=False)  # int32 (n_vocab,): number of bytes in each token's text
-
-    def __post_init__(self):
-        self.token_bytes = token_bytes(self.encoding)
+    token_bytes: np.ndarray  # int32 (n_vocab,): number of bytes in each token's text
 
 
 def open_data(
@@ -96,10 +93,7 @@ def encoding_of(folder: Path, tokenizer: TokenizerConfig, kept: tiktoken.Encodin
     """The tokenizer of shards: the tokenizer.json beside them, that of init_from= (kept), or a named one."""
     file = folder / "tokenizer.json"
     if file.exists():
-        beside = from_json(file.read_bytes())
-        if tokenizer.kind in ("byte", "gpt2") and to_json(beside) != to_json(build(tokenizer, [])):
-            raise ValueError(f"{file} is not tokenizer={tokenizer.kind}: use tokenizer=kept, to read with it")
-        return beside
+        return from_json(file.read_bytes())
     if tokenizer.kind == "kept" and kept:
         return kept
     if tokenizer.kind in ("kept", "bpe"):

@@ -27,9 +27,7 @@ def shakespeare(cache: Path) -> Path:
         put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
         raise ValueError(f"{SHAKESPEARE_URL} cannot be downloaded: {error}; run again, or {put}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".tmp")
-    aside.write_bytes(text)
-    aside.replace(file)
+    file.write_bytes(text)
     return file
 
 

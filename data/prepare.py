@@ -75,10 +75,11 @@ def prepare(
     if length and (kept.name if kept else tokenizer.kind) != "byte":
         raise ValueError(f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte")
     files = files_of(data, runs)
+    label = f"{tokenizer.kind}{tokenizer.vocab_size or ''}"  # byte, bpe, bpe4096
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    named = [to_json(kept) if kept else tokenizer.label, data.source, data.field, data.val_fraction, length]
+    named = [to_json(kept) if kept else label, data.source, data.field, data.val_fraction, length]
     digest = hashlib.sha256(json.dumps([FORMAT, states, *named]).encode()).hexdigest()
-    folder = Path(data.cache) / f"{data.source}-{tokenizer.label}-{digest[:12]}"
+    folder = Path(data.cache) / f"{data.source}-{label}-{digest[:12]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / ".lock"):  # one process makes the folder, the others wait

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
@@ -36,9 +37,7 @@ def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
     skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
     matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
     shown = (file for file in matches if not any(part.startswith(".") for part in file.relative_to(root).parts))
-    files = [file for file in shown if file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES)]
-    folders = {file.parent for file in files} - {root}  # those of another runs= are no text either
-    skipped |= {run for run in folders if (run / "metrics.jsonl").exists() and (run / "config.yaml").exists()}
+    files = (file for file in shown if file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES))
     found = sorted(file for file in files if skipped.isdisjoint(file.parents))
     if not found:
         why = "hidden files, runs= and data.cache= do not count, nor data files like .csv in a folder"
@@ -61,42 +60,37 @@ def suffix(file: Path) -> str:
 def read(file: Path, field: str = "text") -> list[str]:
     """The file's documents: the whole text, or the string in `field` of each line of a .jsonl. Line ends stay as they
     are; a byte order mark goes. ValueError, with the place, for what is not UTF-8 text or lacks the field."""
-    open_file = gzip.open if file.name.lower().endswith(".gz") else open
     try:
-        with open_file(file, "rt", encoding="utf-8-sig", newline="\n") as stream:  # newline: "\r\n" stays as it is
-            if suffix(file) == ".jsonl":
-                lines = enumerate(stream, start=1)
-                return [text_of(line, field, f"{file}:{number}") for number, line in lines if line.strip()]
-            text = stream.read()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be decompressed ({error}): fetch it again or leave it out") from error
+        content = file.read_bytes()
+        if file.name.lower().endswith(".gz"):
+            content = gzip.decompress(content)
+        if b"\0" in content:
+            raise ValueError(f"{file} has a zero byte, so it is binary: leave it out")
+        if suffix(file) != ".jsonl":
+            return [content.decode("utf-8-sig")]
+        lines = enumerate(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="\n"), start=1)
+        return [text_of(line, field, f"{file}:{number}") for number, line in lines if line.strip()]
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read ({error}): fetch it again or leave it out") from error
     except UnicodeDecodeError as error:
         way_out = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         raise ValueError(f"{file} is not UTF-8 ({error.reason}): {way_out}") from error
-    if "\0" in text:
-        raise ValueError(f"{file} has a zero byte, so it is binary: leave it out")
-    return [text]
 
 
 def text_of(line: str, field: str, where: str) -> str:
-    """The string in `field` of a line of .jsonl. ValueError names the fields that have a string."""
+    """The string in `field` of a line of .jsonl. ValueError shows how the line begins."""
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON that can be read ({error}): mend this line") from error
-    texts = {name: x for name, x in record.items() if isinstance(x, str)} if isinstance(record, dict) else {}
-    if field not in texts:
-        hint = f": data.field= could be {' or '.join([*texts][:8])}" if texts else ""
-        raise ValueError(f'{where}: no field "{field}" with a string{hint}')
-    return texts[field].encode(errors="replace").decode()  # JSON may hold half a surrogate pair
+        text = json.loads(line)[field]
+        return text.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        way_out = "mend the line, or name another field by data.field="
+        raise ValueError(f'{where}: no JSON with a string "{field}": {line[:80]!r}: {way_out}') from error
 
 
 @functools.cache  # each job of a sweep gets the same text
 def standard_input(cache: Path) -> Path:
     """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text."""
-    data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
-    if not data:
-        raise ValueError("data.path=- reads standard input, and nothing is piped into it: use data.path=- < FILE")
+    data = sys.stdin.buffer.read()
     file = cache / f"stdin-{hashlib.sha256(data).hexdigest()[:12]}.txt"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import tiktoken
 from conf.keys import check, key
 
 END_OF_TEXT = "<|endoftext|>"
-BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is null
+BPE_TOKENS = 4096  # of tokenizer=bpe if tokenizer.vocab_size is null and the text has pairs for so many
 
 
 @dataclass
@@ -30,17 +30,12 @@ class TokenizerConfig:
     """Which tokenizer. ValueError if vocab_size is set for another kind than bpe."""
 
     kind: str = key("byte", among="byte | bpe (learned from the text) | gpt2 | kept (of init_from= or data=bin)")
-    vocab_size: int | None = key(None, f"vocabulary size of bpe with its end of text; null: {BPE_SYMBOLS}", least=257)
+    vocab_size: int | None = key(None, f"tokens of bpe; null: {BPE_TOKENS}, fewer if the text is small", least=257)
 
     def __post_init__(self):
         check(self, "tokenizer.")
         if self.vocab_size is not None and self.kind != "bpe":
             raise ValueError(f"tokenizer.vocab_size={self.vocab_size}: tokenizer={self.kind} has its own; leave it out")
-
-    @property
-    def label(self) -> str:
-        """Short name: byte, gpt2, bpe4096."""
-        return f"bpe{self.vocab_size or BPE_SYMBOLS}" if self.kind == "bpe" else self.kind
 
 
 def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
@@ -48,7 +43,7 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
     if config.kind == "kept":
         raise ValueError("tokenizer=kept is that of init_from= or of data=bin: choose tokenizer=byte, bpe or gpt2")
     if config.kind == "bpe":
-        return train_bpe(texts, config.vocab_size or BPE_SYMBOLS)
+        return train_bpe(texts, config.vocab_size)
     return byte_encoding() if config.kind == "byte" else gpt2_encoding()
 
 
@@ -58,17 +53,18 @@ def byte_encoding() -> tiktoken.Encoding:
     return tiktoken.Encoding("byte", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
-    """Byte-pair encoding learned from `texts`: 256 bytes, `vocab_size` - 257 merges, and end of text as the last id.
-    ValueError if the texts have too few pairs for so many merges."""
+def train_bpe(texts: Iterable[str], vocab_size: int | None = None) -> tiktoken.Encoding:
+    """Byte-pair encoding learned from `texts`: 256 bytes, the merges, and end of text as the last id; `vocab_size`
+    tokens in all. None: 4096, or as many as the texts have pairs for. ValueError if vocab_size is more than that."""
     trainer = rustbpe.Tokenizer()
     # buffer_size: how many texts rustbpe copies before it counts them. Its default, 8192, could be gigabytes.
-    trainer.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=256)
-    if trainer.vocab_size < vocab_size - 1:  # it stops early without an error
-        way_out = f"use tokenizer.vocab_size={trainer.vocab_size + 1} or less, tokenizer=byte, or more text"
+    trainer.train_from_iterator(iter(texts), (vocab_size or BPE_TOKENS) - 1, buffer_size=256)
+    size = trainer.vocab_size + 1  # rustbpe stops without an error when no pairs are left
+    if vocab_size and size < vocab_size:
+        way_out = f"use tokenizer.vocab_size={size} or less, tokenizer=byte, or more text"
         raise ValueError(f"tokenizer.vocab_size={vocab_size} is more than this text has pairs for: {way_out}")
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-    name, pattern, special = f"bpe{vocab_size}", trainer.get_pattern(), {END_OF_TEXT: vocab_size - 1}
+    name, pattern, special = f"bpe{size}", trainer.get_pattern(), {END_OF_TEXT: size - 1}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 

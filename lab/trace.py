@@ -3,6 +3,7 @@
 Scores and m are natural logarithms here, as in the papers. T query rows, T_k keys, D head size.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Tile(NamedTuple):
     m: float
     l: float
     acc: Tensor  # (D,)
+    alpha: float  # what acc was multiplied by
 
 
 def worked_example() -> Head:
@@ -51,11 +53,11 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
     """The tiles of a row, in the order of the visits; its o (D,) and lse."""
     found: list[Tile] = []
 
-    def watch(rows, columns, s, p, m, l, acc, **others):
+    def watch(rows, columns, s, p, m, l, acc, alpha, **others):
         if row in rows:
             r = row - rows.start
-            m = -INF if m[0, r] == LOWEST else float(m[0, r]) / LOG2E
-            found.append(Tile(columns, s[0, r] / LOG2E, p[0, r].clone(), m, float(l[0, r]), acc[0, r].clone()))
+            m, *state = -INF if m[0, r] == LOWEST else float(m[0, r]) / LOG2E, float(l[0, r]), acc[0, r].clone()
+            found.append(Tile(columns, s[0, r] / LOG2E, p[0, r].clone(), m, *state, float(alpha[0, r])))
 
     q, k, v = (x[None, None] for x in (head.q, head.k, head.v))
     config = AttentionConfig("tiled", softmax_scale=None if "no_scale" in break_it.broken else head.softmax_scale)
@@ -80,7 +82,8 @@ def trace(
     last = row + len(head.k) - len(head.q) if causal else len(head.k)  # the last key that the row may see
     m, l = -INF, 0.0
     for tile in tiles:
-        alpha = float(torch.tensor(m - tile.m).exp()) if m > -INF or tile.m != tile.m else 0.0
+        alpha = math.exp(m - tile.m) if "no_rescale_output" in break_it.broken else tile.alpha
+        m = round(tile.m + math.log(alpha), 5) if m == -INF and alpha > 0 else m  # where it began
         so_far = tile.acc / (tile.l if "unguarded_mask" in break_it.broken else max(tile.l, TINY))
         words = sees(tile, last) + sentence(tile, m, l, alpha, break_it.broken)
         keys = f"{tile.columns[0]}-{tile.columns[-1]}"
@@ -115,7 +118,7 @@ def sentence(tile: Tile, m: float, l: float, alpha: float, broken: tuple[str, ..
     if "no_max" in broken or ("zero_init_max" in broken and tile.m == 0 > top):
         why = "No maximum" if "no_max" in broken else "m began at 0 and stays there"
         return f"{why}: the largest weight is exp({top:.4g}) = {float(tile.p.max()):.4g}."
-    if l == 0:
+    if l == alpha == 0:
         return f"The first keys that it sees: m = {tile.m:.4g}, and nothing yet to rescale."
     if tile.m == m:
         return f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
