@@ -5,7 +5,7 @@
     python breakit.py failure=no_max out=docs                    its section of docs/break-it.md, and its picture
     python breakit.py trace=true                                 a row of attention, tile by tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
-    python breakit.py look=true run=latest prompt='def f(x):'    what each head of your model reads, as a page
+    python breakit.py look=true prompt='def f(x):'    what each head of your model reads, as a page
     python breakit.py replay=runs/NAME/faults/step_000123        the batch again that ended a run with NaN
     python breakit.py --help                                     every key
 
@@ -39,7 +39,7 @@ class Lab:
     look: bool = key(False, "write a page of what each head of a run's model reads")
     replay: str | None = key(None, "a kept fault, runs/NAME/faults/step_N: run its batch again", least=1)
 
-    run: str | None = key(None, "look: a run's name; null or latest: the one that saved last", least=1)
+    run: str | None = key(None, "look: a run's name; null: the one that saved last and is not broken", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
     prompt: str | None = key(None, "look: the text; null: the run's validation text", least=1)
     tokens: int | None = key(None, "look: how many of the validation text", least=1)
@@ -62,8 +62,7 @@ def lab(cfg: Lab) -> None:
     if cfg.replay:
         replay(Path(cfg.replay))
     elif cfg.look:
-        run = None if cfg.run == "latest" else cfg.run
-        look(run, Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out) if cfg.out else None)
+        look(cfg.run, Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out) if cfg.out else None)
     elif cfg.trace:
         tiles = cfg.block_m, cfg.block_n
         print(*trace(worked_example(), cfg.row, *tiles, cfg.causal, cfg.failure or "none", cfg.score_gain), sep="\n")

@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import tiktoken
@@ -91,12 +92,13 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: list[int
     """Prints what the model writes after the prompt, and a line end. Returns its tokens."""
     device, stream, made = model.embedding.weight.device, TextStream(encoding), list[int]()
     idx, began = torch.tensor([prompt], device=device), time.perf_counter()
-    for token in generate(model, idx, cfg.max_new_tokens, cfg, torch.Generator(device).manual_seed(seed), cfg.cache):
-        if int(token) == encoding.eot_token:
-            break
-        made.append(int(token))
-        print(visible(stream.feed(made[-1])), end="", flush=True)
-    print(visible(stream.flush()))
+    try:
+        tokens = generate(model, idx, cfg.max_new_tokens, cfg, torch.Generator(device).manual_seed(seed), cfg.cache)
+        for token in takewhile(lambda token: token != encoding.eot_token, map(int, tokens)):
+            made.append(token)
+            print(visible(stream.feed(token)), end="", flush=True)
+    finally:  # an error message begins a line
+        print(visible(stream.flush()))
     if not cfg.talk:
         print(f"{len(made)} tokens in {time.perf_counter() - began:.2f} s", file=sys.stderr)
     return made

@@ -162,7 +162,8 @@ def set_up(typed: DictConfig) -> Run:
     lock = open_folder(folder, resumed, ranks)
     if ranks.first:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
-    metrics = Metrics(folder, cfg.steps, cfg.break_it.label, step, ranks.first)
+    total_steps = 0 if cfg.max_minutes else cfg.steps
+    metrics = Metrics(folder, total_steps, cfg.break_it.label, step, ranks.first)
     checks = awake.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
               seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip
@@ -208,6 +209,8 @@ def train(run: Run) -> int:
         signal.signal(number, on_signal)
     train_step.model.train()
     run.start = time.perf_counter() - run.seconds
+    if run.is_over():
+        say(f"nothing to train: it has made {run.step} steps in {run.seconds / 60:.1f} minutes")
     stopped = run.unfinished and finish_step(run)
     run.clock = time.perf_counter()
     while not (stopped or run.is_over()):
@@ -267,10 +270,14 @@ def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
 
 def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) -> int:
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
-    say, run.step = run.metrics.say, step  # later updates were skipped
+    cfg, say, run.step = run.cfg, run.metrics.say, step  # later updates were skipped
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    say(f"try: a lower optimizer.lr (it is {run.cfg.optimizer.lr:g}); dtype=float32; probe.every=100, to find the tile")
-    if run.cfg.probe.every:
+    advice = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})"]
+    advice += ["dtype=float32"] * (run.facts["dtype"] != "float32")
+    advice += ["probe.every=100, to find the tile"] * (not cfg.probe.every)
+    why = f"docs/break-it.md says when {cfg.break_it.label} ends in NaN; " if cfg.break_it.broken else ""
+    say(f"{why}try: {'; '.join(advice)}")
+    if cfg.probe.every:
         found = probe.search(run.train_step, batch, rng)
         say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
         if found:
@@ -317,10 +324,10 @@ def evaluate(run: Run) -> float | None:
 
 def probe_attention(run: Run) -> None:
     """Logs the probe's gauges of attention on the first validation sequence; of a broken run also whether it acts."""
-    step, rng = run.train_step, machine.rng_state()
-    x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(step.device)
-    with step.autocast, step.uncompiled():  # in training mode, for dropout
-        calls = probe.record(step.model, x, documents, y)
+    train_step, rng = run.train_step, machine.rng_state()
+    x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(train_step.device)
+    with train_step.autocast, train_step.uncompiled():  # in training mode, for dropout
+        calls = probe.record(train_step.model, x, documents, y)
         found = awake.effects(calls) if run.step in run.checks else []
     machine.set_rng_state(rng)  # training's random numbers stay as they are
     errors = {f"{of}_error": effect.broken for of, effect in awake.worst(found).items()}
@@ -348,11 +355,11 @@ def sample(run: Run) -> None:
 
 def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fault: dict | None = None) -> Path:
     """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
-    step, cfg = run.train_step, run.cfg
+    train_step, cfg = run.train_step, run.cfg
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
-             "loader": run.loader.state_dict(), "scaler": step.scaler.state_dict(), "unfinished": run.unfinished,
+             "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,
              "seconds": run.seconds}  # fmt: skip
-    weights, training = tensors_of(step.model, step.optimizers, run.ranks)
+    weights, training = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:
         return folder

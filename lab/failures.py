@@ -172,7 +172,7 @@ def table(names: list[str], dtypes: list[str]) -> list[Line]:
                 lines.append(line)
                 print(line, flush=True)
     wrong = sum(not line.difference <= 1 for line in lines)
-    print(f"\n{len(lines)} lines, {wrong or 'none'} of them not as predicted (difference above 1: more than rounding)")
+    print(f"\n{len(lines)} lines: {wrong} not as predicted (a difference above 1 is more than rounding)")
     return lines
 
 

@@ -56,8 +56,9 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
     def watch(rows, columns, s, p, m, l, acc, alpha, **others):
         if row in rows:
             r = row - rows.start
-            m, *state = -INF if m[0, r] == LOWEST else float(m[0, r]) / LOG2E, float(l[0, r]), acc[0, r].clone()
-            found.append(Tile(columns, s[0, r] / LOG2E, p[0, r].clone(), m, *state, float(alpha[0, r])))
+            m = -INF if m[0, r] == LOWEST else float(m[0, r]) / LOG2E
+            state = m, float(l[0, r]), acc[0, r].clone(), float(alpha[0, r])
+            found.append(Tile(columns, s[0, r] / LOG2E, p[0, r].clone(), *state))
 
     q, k, v = (x[None, None] for x in (head.q, head.k, head.v))
     config = AttentionConfig("tiled", softmax_scale=None if "no_scale" in break_it.broken else head.softmax_scale)

@@ -99,7 +99,7 @@ def attention(
             with without_autocast(q):
                 return sdpa(q, k, v, problem)
         case "sdpa":
-            raise ValueError("attention=sdpa returns no lse; use attention=tiled or attention=triton")
+            raise ValueError("sdpa returns no lse; use tiled or triton")
         case _:
             raise ValueError(f"attention.impl={config.impl} cannot run; resolve() it at start-up")
     return (o, lse) if return_lse else o
@@ -127,7 +127,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     if blocks is not None and (covered := min(blocks.shape) * config.block_mask_size) < max(T, T_k):
         raise ValueError(f"attention.block_mask covers {covered} tokens of {max(T, T_k)}: draw more blocks")
     if config.impl == "sdpa" and (documents is not None or any(getattr(config, name) for name in NOT_SDPA)):
-        raise ValueError(f"attention=sdpa has no {', '.join(NOT_SDPA)}; use attention=tiled or attention=triton")
+        raise ValueError(f"sdpa has no {', '.join(NOT_SDPA)}; use tiled or triton")
     scale = config.softmax_scale or (1.0 if "no_scale" in break_it.broken else D**-0.5)
     if break_it.broken:
         check_failures(config, break_it, causal, documents)
@@ -186,7 +186,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     l = p.sum(-1, keepdim=True)
     empty = l == 0
     l = l.masked_fill(empty, 1.0) if guarded else l
-    p = p / l
+    p = p / l  # 6, before the product with v
     if problem.seed is not None:  # 4
         keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
         p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
@@ -207,15 +207,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 # --- tiled and triton -------------------------------------------------------------------------------------------------
 # One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse.
+# Its arguments (`rest`, after the tensors) are the fields of Problem, because an op takes no dataclass; then impl and
+# the tile sizes.
 
 
-def forward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q, k, v, *rest) -> tuple[Tensor, ...]:
     """o; lse; lse in base 2 for the backward, because converting it there would round it once more."""
-    *fields, impl, M, N = rest
+    *fields, impl, block_m, block_n = rest
     problem = Problem(*fields)
     if impl == "tiled":
         with without_autocast(q):
-            return tiled.forward(q, k, v, problem, M, N)
+            return tiled.forward(q, k, v, problem, block_m, block_n)
     from kernels import launch  # here, because triton is made for Linux only
 
     return launch.forward(q, k, v, problem, visits)
@@ -223,16 +225,16 @@ def forward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, ...]:
     """dq, dk, dv. dlse: None if the loss does not use lse."""
-    *fields, impl, M, N = rest
+    *fields, impl, block_m, block_n = rest
     problem = Problem(*fields)
     if impl == "tiled":
-        return tiled.backward(q, k, v, o, lse2, do, dlse, problem, M, N)
+        return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
     from kernels import launch
 
     return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
 
 
-REST = f"{FIELDS}, str impl, SymInt M, SymInt N"
+REST = f"{FIELDS}, str impl, SymInt block_m, SymInt block_n"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
 torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
 GRADIENTS = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
@@ -299,14 +301,14 @@ def resolve(
 def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, documents: Tensor | None) -> None:
     """Raises ValueError for a failure that has nothing to remove."""
     masked = documents is not None or config.window or config.block_mask
-    idle = {
+    pointless = {
         "no_scale": config.softmax_scale and "softmax_scale is no 1 / sqrt(D); leave it out",
         "local_mask": (not causal or masked) and "only the causal mask alone can be broken",
         "stale_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
     }
     for name in break_it.broken:
-        why = idle.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
+        why = pointless.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
         if config.impl == "sdpa" and name != "no_scale":
-            why = "torch's sdpa cannot be broken; use attention=tiled"
+            why = "torch's sdpa cannot be broken; use tiled"
         if why:
             raise ValueError(f"break_it={break_it.label}: {why}")

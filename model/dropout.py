@@ -1,6 +1,6 @@
 """The dropout mask of the attention weights: one pure function of a seed and a place.
 
-    keep_mask(seed, N, rows, columns, dropout_p) -> bool (N, rows, columns)        n = b*H + h, query rows, key columns
+    keep_mask(seed, heads, rows, columns, dropout_p) -> bool (heads, rows, columns)    head n = b*H + h
 
 A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
 function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
@@ -70,13 +70,13 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
     k0, k1 = key
     for _ in range(rounds):
         p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (p1 >> 32) + c2 ^ c1 ^ k0, p1 & LOW, (p0 >> 32) + c0 ^ c3 ^ k1, p0 & LOW
-        k0, k1 = k0 + W0 & LOW, k1 + W1 & LOW
+        c0, c1, c2, c3 = ((p1 >> 32) + c2) ^ c1 ^ k0, p1 & LOW, ((p0 >> 32) + c0) ^ c3 ^ k1, p0 & LOW
+        k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, N: int, rows: range, columns: range, dropout_p: float) -> Tensor:
-    """The keep-mask of one tile, for N = B*H heads: bool (N, len(rows), len(columns)), True where the weight is kept.
+def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: float) -> Tensor:
+    """The keep-mask of one tile, for B*H heads: bool (heads, len(rows), len(columns)), True where the weight is kept.
 
     seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile.
     """
@@ -85,16 +85,16 @@ def keep_mask(seed: Tensor, N: int, rows: range, columns: range, dropout_p: floa
     column0, column1 = columns.start // 32, -(-columns.stop // 32)
     c0 = torch.arange(row0 * 8, row1 * 8, device=seed.device).view(1, -1, 1)  # the row without bits 3 and 4
     c1 = torch.arange(column0 * 8, column1 * 8, device=seed.device).view(1, 1, -1)
-    c2 = torch.arange(N, device=seed.device).view(-1, 1, 1)
+    c2 = torch.arange(heads, device=seed.device).view(-1, 1, 1)
     # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, as it does an index, and
     # that overflows on a GPU.
     c0, c1, c2 = (c ^ (seed & 0) for c in (c0, c1, c2))
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
-    # N, square, bits 0-2, square, bits 0-2, word, byte
-    bits = bits.view(N, row1 - row0, 8, column1 - column0, 8, 4, 4)
+    # heads, square, bits 0-2, square, bits 0-2, word, byte
+    bits = bits.view(heads, row1 - row0, 8, column1 - column0, 8, 4, 4)
     bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
-    bits = bits.reshape(N, (row1 - row0) * 32, (column1 - column0) * 32)
+    bits = bits.reshape(heads, (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)

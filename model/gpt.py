@@ -51,9 +51,10 @@ class GPTConfig:
     def __post_init__(self):
         self.recompute = str(self.recompute).lower()  # a string, and people type True
         check(self, "model.")
-        if self.n_embd % self.n_head or self.n_head % self.kv_heads:
-            heads = f"model.n_head={self.n_head} n_kv_head={self.n_kv_head}"
-            raise ValueError(f"{heads}: n_kv_head must divide n_head, and n_head n_embd={self.n_embd}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"model.n_embd={self.n_embd} is no multiple of model.n_head={self.n_head}: choose another")
+        if self.n_head % self.kv_heads:
+            raise ValueError(f"model.n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}: choose another")
         if self.position == "rope" and self.head_size % 2:
             raise ValueError(f"model.n_embd / model.n_head = {self.head_size} is odd; rope turns pairs: make it even")
 

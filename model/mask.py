@@ -39,12 +39,12 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
     return seen & (of_rows[:, :, None] == of_keys[:, None])
 
 
-def tile_table(problem: Problem, M: int, N: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each tile of M rows and N columns, whether any score may be visible and whether all are: bool (1 or B, row
-    tiles, column tiles) each. By arithmetic on the tiles' edges; a tile that is visited needlessly changes no bit."""
-    top = torch.arange(problem.T_k - problem.T, problem.T_k, M, device=device)[:, None]
-    left = torch.arange(0, problem.T_k, N, device=device)
-    bottom, right = (x.clamp(max=problem.T_k - 1) for x in (top + M - 1, left + N - 1))
+def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each tile of block_m rows and block_n columns, whether any score may be visible and whether all are: bool
+    (1 or B, row tiles, column tiles) each. From the tiles' edges alone; a needless visit changes no bit."""
+    top = torch.arange(problem.T_k - problem.T, problem.T_k, block_m, device=device)[:, None]
+    left = torch.arange(0, problem.T_k, block_n, device=device)
+    bottom, right = (x.clamp(max=problem.T_k - 1) for x in (top + block_m - 1, left + block_n - 1))
     some = torch.ones(len(top), len(left), dtype=torch.bool, device=device)
     all_ = some.clone()
     if "local_mask" in problem.broken:
@@ -54,15 +54,15 @@ def tile_table(problem: Problem, M: int, N: int, device: torch.device) -> tuple[
     if problem.window is not None:
         some = some & (right > top - problem.window) & (left < bottom + problem.window)
         all_ = all_ & (left > bottom - problem.window) & (right < top + problem.window)
-    if problem.blocks is not None:  # by sums over rectangles of blocks
+    if problem.blocks is not None:  # how many blocks of a tile are on, by a summed-area table
         sums = torch.nn.functional.pad(problem.blocks.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
         a, b, c, d = (x.clamp(min=0) // problem.block_size for x in (top, bottom, left, right))
         on = sums[b + 1, d + 1] - sums[a, d + 1] - sums[b + 1, c] + sums[a, c]
         some, all_ = some & (on > 0), all_ & (on == (b + 1 - a) * (d + 1 - c))
     some, all_ = some[None], all_[None]
     if problem.documents is not None:  # the lowest and the highest document of each tile
-        (r0, r1), (k0, k1) = ends(problem.documents[:, problem.T_k - problem.T :], M), ends(problem.documents, N)
-        r0, r1, k0, k1 = r0[:, :, None], r1[:, :, None], k0[:, None], k1[:, None]
+        r0, r1 = (x[:, :, None] for x in ends(problem.documents[:, problem.T_k - problem.T :], block_m))
+        k0, k1 = (x[:, None] for x in ends(problem.documents, block_n))
         some, all_ = some & (k0 <= r1) & (r0 <= k1), all_ & (r0 == r1) & (r0 == k0) & (k0 == k1)
     return some, some & all_
 
@@ -74,20 +74,20 @@ def ends(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return documents[:, index].view(len(documents), -1, size).aminmax(dim=-1)
 
 
-def visits(problem: Problem, M: int, N: int, form: str, device: torch.device) -> Tensor:
+def visits(problem: Problem, block_m: int, block_n: int, form: str, device: torch.device) -> Tensor:
     """tile_table() as a kernel reads it: int32 (1 or B, tiles, ...), a line for each tile of rows (form=columns: of
     columns). Kernels need it for documents and block masks; for causal masks and windows they compute it.
 
     rows, columns   how many tiles it visits, how many of these the mask cuts, then their numbers, the cut ones first.
-                    4 (T / M) (T_k / N) bytes a sequence: 1 MiB for 64k tokens and tiles of 128
+                    4 (T / block_m) (T_k / block_n) bytes a sequence: 1 MiB for 64k tokens and tiles of 128
     ranges          start, whole_start, whole_stop, stop: it visits tiles start to stop - 1, and the mask cuts none of
                     those from whole_start to whole_stop - 1. Tiles between two visited ones are visited too
     """
-    some, all_ = tile_table(problem, M, N, device)
+    some, all_ = tile_table(problem, block_m, block_n, device)
     if form == "columns":  # a kernel gives rows past the last the weight 0, so they need no mask
         some, all_ = some.mT, all_.mT
     else:  # a kernel's last tile may have columns past the last, which have to be masked
-        all_ = all_ & (torch.arange(all_.shape[-1], device=device) < problem.T_k // N)
+        all_ = all_ & (torch.arange(all_.shape[-1], device=device) < problem.T_k // block_n)
     if form == "ranges":
         n, t = some.shape[-1], torch.arange(some.shape[-1], device=device)
         stop = torch.where(some, t + 1, 0).amax(-1, keepdim=True)
@@ -95,6 +95,6 @@ def visits(problem: Problem, M: int, N: int, form: str, device: torch.device) ->
         whole_start = torch.where(all_, t, n).amin(-1, keepdim=True).minimum(stop)
         whole_stop = torch.where(~all_ & (t > whole_start), t, n).amin(-1, keepdim=True).minimum(stop)
         return torch.cat((start, whole_start, whole_stop, stop), -1).int().contiguous()
-    order = torch.argsort(2 - 2 * some.int() + all_.int(), dim=-1, stable=True)  # cut 0, whole 1, hidden 2
+    order = torch.argsort(torch.where(some, all_.int(), 2), dim=-1, stable=True)  # cut tiles, whole, not visited
     counts = torch.stack((some.sum(-1), (some & ~all_).sum(-1)), -1)
     return torch.cat((counts, order), -1).int().contiguous()

@@ -27,36 +27,36 @@ TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a
 Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...) is called after each tile
 
 
-def tiles_of(problem: Problem, M: int, N: int, device: torch.device) -> Iterator[tuple[range, list]]:
+def tiles_of(problem: Problem, block_m: int, block_n: int, device: torch.device) -> Iterator[tuple[range, list]]:
     """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it: (range, bool)."""
-    some, all_ = tile_table(problem, M, N, device)
+    some, all_ = tile_table(problem, block_m, block_n, device)
     visit, cut = some.any(0).tolist(), (~all_).any(0).tolist()  # of any sequence of the batch
-    columns = [range(j, min(j + N, problem.T_k)) for j in range(0, problem.T_k, N)]
-    for t, i in enumerate(range(0, problem.T, M)):
+    columns = [range(j, min(j + block_n, problem.T_k)) for j in range(0, problem.T_k, block_n)]
+    for t, i in enumerate(range(0, problem.T, block_m)):
         visited = [(c, cut[t][u]) for u, c in enumerate(columns) if visit[t][u]]
-        yield range(i, min(i + M, problem.T)), visited
+        yield range(i, min(i + block_m, problem.T)), visited
 
 
-def forward(q, k, v, problem: Problem, M: int, N: int, watch: Watch = None) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch = None) -> tuple[Tensor, ...]:
     """Steps 1 to 6: o like q; lse (B, H, T) in the dtype of sums; lse in base 2 for the backward."""
     (B, H, T, D), dtype, broken = q.shape, q.dtype, problem.broken
     o = as_heads(q)
     q, k, v = by_key_head(k.shape[1], q, k, v)
     lse, lse2 = q.new_empty(B, H, T), q.new_empty(B, H, T)
     start = 0.0 if "zero_init_max" in broken else -INF if "unguarded_mask" in broken else LOWEST
-    for rows, columns_of in tiles_of(problem, M, N, q.device):
+    for rows, tiles in tiles_of(problem, block_m, block_n, q.device):
         q_i = tile(q, rows)
         m = q.new_full((*q_i.shape[:2], 1), start)
         l, acc = torch.zeros_like(m), torch.zeros_like(q_i)
-        for columns, cut in columns_of:
+        for columns, cut in tiles:
             s, _ = scores(q_i, tile(k, columns), rows, columns, cut, problem)  # 1, 2
-            s_was = None if watch is None else s.clone()
+            s_copy = None if watch is None else s.clone()
             p, m, l, alpha = online_softmax(s, m, l, broken)  # 3
             z = dropout_factor(p, rows, columns, problem)  # 4
             zp = (p if z is None else z * p).to(dtype).to(p.dtype)
             acc = alpha * acc + zp @ tile(v, columns)  # 5
             if watch is not None:
-                watch(rows, columns, s=s_was, p=p, z=z, alpha=alpha, m=m, l=l, acc=acc)
+                watch(rows, columns, s=s_copy, p=p, z=z, alpha=alpha, m=m, l=l, acc=acc)
         acc = acc / (l if "unguarded_mask" in broken else l.clamp(min=TINY))  # 6
         o[:, :, rows.start : rows.stop] = acc.view(B, H, len(rows), D)
         lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).view(B, H, len(rows))
@@ -75,7 +75,7 @@ def online_softmax(s: Tensor, m: Tensor, l: Tensor, broken: tuple[str, ...] = ()
     return p, m_new, l, torch.ones_like(alpha) if "no_rescale_output" in broken else alpha
 
 
-def backward(q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch: Watch = None) -> tuple[Tensor, ...]:
+def backward(q, k, v, o, lse2, do, dlse, problem: Problem, block_m: int, block_n: int, watch: Watch = None):
     """Steps 7 to 12: dq, dk, dv like q, k, v. The weights are computed again from lse2. dlse: None, or like lse."""
     if problem.seed is not None and "stale_seed" in problem.broken:
         problem = problem._replace(seed=problem.seed + 1)
@@ -86,14 +86,14 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch
     lse2 = lse2 if "unguarded_mask" in problem.broken else lse2.masked_fill(lse2 == -INF, INF)
     q, k, v, do, delta, lse2 = by_key_head(k.shape[1], q, k, v, do, delta, lse2[..., None])
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)  # contiguous, as the fake says
-    for rows, columns_of in tiles_of(problem, M, N, q.device):
+    for rows, tiles in tiles_of(problem, block_m, block_n, q.device):
         q_i = tile(q, rows)
         do_i, delta_i, lse_i = tile(do, rows), tile(delta, rows), tile(lse2, rows)
         dq_i = torch.zeros_like(q_i)
-        for columns, cut in columns_of:
+        for columns, cut in tiles:
             k_j, v_j, dk_j, dv_j = (tile(x, columns) for x in (k, v, dk, dv))  # views
-            s, bend = scores(q_i, k_j, rows, columns, cut, problem)
-            s_was = None if watch is None else s.clone()
+            s, softcap_grad = scores(q_i, k_j, rows, columns, cut, problem)
+            s_copy = None if watch is None else s.clone()
             p = s.sub_(lse_i).exp2_()  # 8, in place: a new tensor for each result took a third longer
             z = dropout_factor(p, rows, columns, problem)  # the same bits as in the forward
             zp = (p if z is None else z * p).to(dtype).to(p.dtype)
@@ -101,11 +101,11 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch
             dp = do_i @ v_j.mT  # 10
             dp = dp if z is None else z * dp
             ds = dp.sub_(delta_i).mul_(p)  # 11
-            ds = (ds if bend is None else ds * bend).to(dtype).to(p.dtype)
+            ds = (ds if softcap_grad is None else ds * softcap_grad).to(dtype).to(p.dtype)
             dq_i += ds @ k_j  # 12
             dk_j += ds.mT @ q_i
             if watch is not None:
-                watch(rows, columns, delta=delta_i, s=s_was, p=p, z=z, zp=zp, ds=ds, dq=dq_i, dk=dk_j, dv=dv_j)
+                watch(rows, columns, delta=delta_i, s=s_copy, p=p, z=z, zp=zp, ds=ds, dq=dq_i, dk=dk_j, dv=dv_j)
         dq[:, :, rows.start : rows.stop] = dq_i.view(*q.shape[:2], len(rows), -1)
     dq *= problem.scale  # here and not in every tile
     dk *= problem.scale
@@ -115,11 +115,11 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, M: int, N: int, watch
 
 def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, problem: Problem):
     """Steps 1 and 2, in base 2: (N, R, S), and under softcap d score / d (q k^T scale)."""
-    s, bend = q_i @ k_j.mT, None
+    s, softcap_grad = q_i @ k_j.mT, None
     s *= problem.scale * LOG2E
     if problem.softcap is not None:
         t = torch.tanh(s / (problem.softcap * LOG2E))
-        s, bend = t * (problem.softcap * LOG2E), 1 - t * t
+        s, softcap_grad = t * (problem.softcap * LOG2E), 1 - t * t
     if problem.slopes is not None:
         i, j = positions(problem, rows, columns, s.device)
         bias = (problem.slopes.to(s.dtype) * LOG2E)[:, None, None] * (i - j).abs()  # (H, R / G, S)
@@ -128,7 +128,7 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R / G, S): the same for all heads
         # On a CPU masked_fill takes twice as long as exp2.
         s.view(len(seen), -1, *seen.shape[2:]).add_(torch.where(seen, 0.0, -INF))
-    return s, bend
+    return s, softcap_grad
 
 
 def dropout_factor(p: Tensor, rows: range, columns: range, problem: Problem) -> Tensor | None:

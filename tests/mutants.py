@@ -44,7 +44,7 @@ TABLE = {
         ("a tile of two documents is whole", "(r0 == r1) & (r0 == k0)", "(r0 == k0)", "mask")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
-        ("all heads have one dropout mask", "c2 = torch.arange(N,", "c2 = 0 * torch.arange(N,", "dropout")],
+        ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
     "model/gpt.py": [
         ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt"),
         ("all layers have one window", "attention_config.layer(i), break_it)", "attention_config.layer(0), break_it)",

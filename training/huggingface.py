@@ -136,8 +136,8 @@ def their_config(model: GPTConfig, attention: AttentionConfig, **tokens: int) ->
     made = library().AutoConfig.for_model(kind, **sizes, **more, **tokens)
     for group, mine, back in zip(("model", "attention"), (model, attention), configuration(made), strict=True):
         for name, value in vars(mine).items():
-            if value != getattr(back, name) and name not in FREE:
-                raise ValueError(f"{group}.{name}={value} has no counterpart in transformers' {kind}")
+            if value != (other := getattr(back, name)) and name not in FREE:
+                raise ValueError(f"{group}.{name}={value}: transformers' {kind} has {other}; train a model with that")
     return made
 
 

@@ -36,8 +36,9 @@ class WandbConfig:
 class Metrics:
     """Takes a run's measurements. close() belongs in a finally.
 
-    broken: what break_it has taken out, "" for nothing; it is in every record and line. resume_step: later records and
-    samples are deleted, because a resumed run makes these steps again. writes: False on all ranks but the first.
+    total_steps: 0 if the clock ends the run. broken: what break_it has taken out, "" for nothing; it is in every record
+    and line. resume_step: later records and samples are deleted, because a resumed run makes these steps again. writes:
+    False on all ranks but the first.
     """
 
     def __init__(self, folder: Path, total_steps: int, broken: str = "", resume_step: int = 0, writes: bool = True):
@@ -84,7 +85,7 @@ class Metrics:
 
     def line(self, record: dict) -> str:
         """A record as one line for the eye and for grep."""
-        head = f"step {record['step']:>5}/{self.total_steps}"
+        head = f"step {record['step']:>5}" + (f"/{self.total_steps}" if self.total_steps else "")
         if "val_loss" in record:
             loss, step = self.best
             bits = record["val_bits_per_byte"]
