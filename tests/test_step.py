@@ -1,6 +1,10 @@
 """training/step.py: how a step is run, what an update is, and what the guard leaves out."""
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -11,6 +15,7 @@ import training.step
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
+from tests.conftest import ROOT
 from tests.reference import assert_within_budget
 from tests.runs import assert_same_run, records
 from training.optimizer import OptimizerConfig, build_optimizers
@@ -159,3 +164,28 @@ def test_a_compiled_step_is_the_eager_one():
     wide.model.double()
     for _ in range(3):
         assert_within_budget(*({"numbers": torch.tensor(run.update())} for run in (compiled, eager, wide)))
+
+
+ONE_UPDATE = """from contextlib import nullcontext; import torch; from data.loader import Batch
+from model.attention import AttentionConfig; from model.gpt import GPT, GPTConfig
+from training.optimizer import OptimizerConfig, build_optimizers; from training.step import TrainStep
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, context_length=16, vocab_size=31), AttentionConfig("tiled"))
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+step = TrainStep(model, build_optimizers(model, OptimizerConfig()), scaler, nullcontext(), "compiled")
+print(step(Batch(*torch.randint(31, (2, 1, 2, 16)), None), 1e-3).wait().grad_norm)"""
+
+
+@pytest.mark.slow
+def test_an_edited_gradient_of_attention_is_not_that_of_a_compiled_graph_kept_from_before(tmp_path):
+    """torch finds kept graphs by the ops' names, so it would run the old one."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "cache")
+    tree, norms = shutil.copytree(ROOT, tmp_path / "tree", ignore=left_out), []
+    for do in ("do", "0 * do"):
+        file = tree / "model" / "attention.py"
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("lse2, do, dlse, *rest), *[", f"lse2, {do}, dlse, *rest), *["))
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", ONE_UPDATE]
+        norms.append(float(subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, check=True).stdout))
+    assert norms[0] != norms[1]
