@@ -32,7 +32,7 @@ class Sampler:
         logits = logits.float()
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # the largest is 0
+        logits = logits / max(self.temperature, 1e-30)
         if self.top_k is not None:
             smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
