@@ -2,7 +2,6 @@
 which keeps them in its own cache (HF_HOME), resumes, and knows mirrors (HF_ENDPOINT) and private files (HF_TOKEN)."""
 
 import hashlib
-import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -23,7 +22,7 @@ def shakespeare(cache: Path) -> Path:
             text = response.read()
         if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
             raise OSError("it is another file, or was cut")
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
         raise ValueError(f"{SHAKESPEARE_URL} cannot be downloaded: {error}; run again, or {put}") from error
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,9 @@ class Loader:
 
     def __post_init__(self):
         check_length(self.tokens, self.context_length, "training")
-        self.text = fingerprint(self.tokens)
+        # A hash of the text's length and a thousand of its tokens, to notice another text.
+        few = range(0, len(self.tokens), len(self.tokens) // 1000 + 1)
+        self.text = zlib.crc32(b"".join(self.tokens[i : i + 1].tobytes() for i in few), len(self.tokens))
         self.position = 0  # number of samples that all ranks together have taken
         self.windows = len(self.tokens) // self.context_length  # of an epoch
         self.epoch = -1  # of the next two
@@ -107,14 +109,9 @@ class Loader:
 
 
 def validation_batches(
-    tokens: np.ndarray | Shards,
-    documents: np.ndarray,
-    batch_size: int,
-    context_length: int,
-    max_tokens: int,
-    with_documents: bool = True,
-    overlap: bool = False,
-) -> Iterator[Batch]:
+    tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int,
+    with_documents: bool = True, overlap: bool = False,
+) -> Iterator[Batch]:  # fmt: skip
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same. The last
     batch may be smaller. overlap: windows overlap if the text has fewer than max_tokens; false: there are fewer then.
     ValueError if the text is shorter than one window."""
@@ -126,10 +123,9 @@ def validation_batches(
         starts = np.arange(taken) * (len(tokens) - 1 - context_length) // (taken - 1)
     else:
         starts = np.arange(taken) * windows // taken * context_length
-    batches = np.split(starts, range(batch_size, taken, batch_size))
-    numbered = documents if with_documents else None
+    parts = np.split(starts, range(batch_size, taken, batch_size))
     # A generator instead of yield, so that the check above runs now and not at the first batch.
-    return (make_batch(tokens, numbered, batch.tolist(), context_length) for batch in batches)
+    return (make_batch(tokens, documents if with_documents else None, part.tolist(), context_length) for part in parts)
 
 
 def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: list[int], T: int) -> Batch:
@@ -147,12 +143,6 @@ def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts
     # A position belongs to the last document that starts at or before it.
     numbers = np.searchsorted(documents, places, side="right") - 1 + rounds * len(documents)
     return Batch(x, y, torch.from_numpy(numbers.astype(np.int32)))
-
-
-def fingerprint(tokens: np.ndarray | Shards) -> int:
-    """A hash of the text's length and a thousand of its tokens, to notice another text."""
-    few = [tokens[i : i + 1].tobytes() for i in range(0, len(tokens), len(tokens) // 1000 + 1)]
-    return zlib.crc32(b"".join(few), len(tokens) & 0xFFFFFFFF)
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:

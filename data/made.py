@@ -26,14 +26,12 @@ LONGEST = 64  # characters of a string in its place
 SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
-def documents(source: str, length: int, val_fraction: float) -> list[str]:
+def documents(source: str, length: int) -> list[str]:
     """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context.
-    ValueError for a length that does not fit, and for one that leaves too few documents for validation."""
+    ValueError for a length that does not fit."""
     if length < SHORTEST[source] or length % 2:
         raise ValueError(f"model.context_length={length}: data={source} takes an even one, {SHORTEST[source]} or more")
-    count = max(1, min(DOCUMENTS, BYTES // length))
-    if count * val_fraction < 2:  # the last window needs the first token of another document
-        raise ValueError(f"data.val_fraction={val_fraction} of {count} documents is less than two: raise it")
+    count = min(DOCUMENTS, BYTES // length)
     write = recall if source == "recall" else passkeys
     return [write(length, np.random.default_rng([SEED, length, i])) for i in range(count)]
 

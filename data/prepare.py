@@ -12,7 +12,6 @@ A folder is written aside and renamed when it is complete; a start only opens it
 
 import hashlib
 import json
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 from filelock import FileLock
+from tiktoken import Encoding
 
 from conf.keys import check, key, one_line
 from data import download, made, text
@@ -53,18 +52,12 @@ class DataConfig:
 
     def __post_init__(self):
         check(self, "data.")
-        if self.path is None and self.source in READERS:
-            raise ValueError(f"data={self.source} needs data.path=FILE, a folder or a glob; hub: OWNER/NAME/FILE")
-        if self.path is not None and self.source not in READERS:
-            raise ValueError(f"data.path={self.path} needs data={' or '.join(READERS)}: choose it, or leave it out")
+        if (self.path is None) == (self.source in READERS):
+            raise ValueError(f"data.path={self.path}: set it with data={' or '.join(READERS)} and no other source")
 
 
 def prepare(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    kept: tiktoken.Encoding | None = None,
-    context_length: int | None = None,
-    runs: str | None = None,
+    data: DataConfig, tokenizer: TokenizerConfig, kept: Encoding | None = None, context_length: int = 0, runs: str = ""
 ) -> Path:
     """The folder of token files for this text and tokenizer; made if it is missing. ValueError for the user's mistakes.
 
@@ -84,14 +77,12 @@ def prepare(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / ".lock"):  # one process makes the folder, the others wait
             if not folder.exists():
-                texts, refused = read(data, files, length)
-                note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
-                make(folder, texts, data.val_fraction, kept or tokenizer, note)
+                make(folder, *read(data, files, length), data.val_fraction, kept or tokenizer)
     print(f"data: {one_line((folder / 'about').read_text(encoding='utf-8'))}", file=sys.stderr)
     return folder
 
 
-def files_of(data: DataConfig, runs: str | None) -> list[Path]:
+def files_of(data: DataConfig, runs: str = "") -> list[Path]:
     """The files of a source; none for a made text."""
     cache, path = Path(data.cache), data.path or ""
     match data.source:
@@ -107,29 +98,32 @@ def files_of(data: DataConfig, runs: str | None) -> list[Path]:
             return [download.shakespeare(cache)]
         case "hub":
             return [download.hub(path)]
+        case "fineweb":
+            return download.fineweb(data.shards)
+        case "bin":
+            return text.find(f"{path}/*.bin" if Path(path).expanduser().is_dir() else path)
     return []
 
 
-def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], list[str]]:
-    """(documents, a message for each file that cannot be read). ValueError if none can. Leaves out empty documents and
-    exact repeats: a text both for training and for validation would measure memory."""
+def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], str]:
+    """(documents, a note of the files that cannot be read). Leaves out empty documents and exact repeats: a text both
+    for training and for validation would measure memory. ValueError if no text is left."""
     if length:
-        return made.documents(data.source, length, data.val_fraction), []
+        return made.documents(data.source, length), ""
     texts: dict[str, None] = {}  # a set that keeps the order
-    refused: list[str] = []
+    refused = []
     for file in files:
         try:
-            found = text.read(file, data.field)
+            texts |= dict.fromkeys(text.read(file, data.field))
         except ValueError as error:
-            refused.append(one_line(str(error)))
-            continue
-        if data.source == "hub":  # TinyStories and others separate the documents of a file so
-            found = [part.strip() for whole in found for part in whole.split(END_OF_TEXT)]
-        texts |= dict.fromkeys(found)
+            refused.append(str(error))
+    if data.source == "hub":  # TinyStories and others separate the documents of a file so
+        texts = dict.fromkeys(part.strip() for whole in texts for part in whole.split(END_OF_TEXT))
     texts.pop("", None)
     if not texts:
         raise ValueError(refused[0] if refused else f"data.path={data.path} is empty: name files with text")
-    return [*texts], refused
+    note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
+    return [*texts], note
 
 
 def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
@@ -150,19 +144,16 @@ def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
         missing = min(len(largest) // 2, int(left * len(largest) / sizes[largest]))
         at = line_start(largest, len(largest) - missing, reach=missing // 2)
         train[train.index(largest)] = largest[:at]
-        val += [largest[at:]] * (at < len(largest))
+        val.append(largest[at:])
     return train, val
 
 
-def make(
-    folder: Path, texts: list[str], val_fraction: float, tokenizer: TokenizerConfig | tiktoken.Encoding, note: str
-) -> None:
+def make(folder: Path, texts: list[str], note: str, val_fraction: float, tokenizer: TokenizerConfig | Encoding) -> None:
     """Makes the folder with all its files. note: for the file about, after the counts."""
     print(f"data: making {folder}", file=sys.stderr)
     train, val = split(texts, val_fraction)
     aside = folder.with_suffix(".tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed or failed
-    aside.mkdir()
+    aside.mkdir(exist_ok=True)  # of a process that was killed or failed
     # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
     every = 1 + sum(map(len, train)) // LEARN
     learned = islice((piece for document in train for piece in pieces(document)), 0, None, every)
@@ -175,16 +166,16 @@ def make(
     aside.rename(folder)
 
 
-def write_tokens(path: Path, documents: list[str], encoding: tiktoken.Encoding) -> None:
+def write_tokens(path: Path, documents: list[str], encoding: Encoding) -> None:
     """Writes the documents' tokens with the header."""
     magic, dtype = next(item for item in MAGIC.items() if encoding.n_vocab <= 1 << 8 * item[1].itemsize)
     begin = np.array(encoding.eot_token, dtype).tobytes()
-    stream = ((i == 0, piece) for document in documents for i, piece in enumerate(pieces(document)))
+    parts = ((b"" if i else begin, piece) for document in documents for i, piece in enumerate(pieces(document)))
     with open(path, "wb") as file:
         file.write(bytes(HEADER))
-        while batch := list(islice(stream, 64)):  # some 100 MB of Python's integers at a time
+        while batch := list(islice(parts, 64)):  # some 100 MB of Python's integers at a time
             for (first, _), ids in zip(batch, encode_all(encoding, [piece for _, piece in batch]), strict=True):
-                file.write(begin * first + np.asarray(ids, dtype).tobytes())
+                file.write(first + np.asarray(ids, dtype).tobytes())
         count = (file.tell() - HEADER) // dtype.itemsize
         file.seek(0)
         file.write(np.array([*magic, min(count, 2**31 - 1)], "<i4").tobytes())  # read_tokens() reads the file's size

@@ -22,11 +22,9 @@ TEXT_SUFFIXES = {
 
 
 def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
-    """The files that data.path names, sorted: a file, a folder's texts, or all files that a glob matches ("**" does not
-    follow links to folders).
-
-    never: folders whose files are no text: runs= and data.cache=. They are left out, as hidden files and folders are,
-    unless `path` names a file or a folder inside them. ValueError if nothing is left."""
+    """The files that data.path names, sorted: a file, a folder's texts, or all files that a glob matches. Leaves out
+    hidden files and folders, and the folders `never` (runs= and data.cache=) unless `path` names something inside
+    them. ValueError if nothing is left."""
     named = Path(path).expanduser()
     if named.is_file():
         return [named]
@@ -37,8 +35,8 @@ def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
     skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
     matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
     shown = (file for file in matches if not any(part.startswith(".") for part in file.relative_to(root).parts))
-    files = (file for file in shown if file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES))
-    found = sorted(file for file in files if skipped.isdisjoint(file.parents))
+    files = (file for file in shown if file.is_file() and skipped.isdisjoint(file.parents))
+    found = sorted(file for file in files if not folder or suffix(file) in TEXT_SUFFIXES)
     if not found:
         why = "hidden files, runs= and data.cache= do not count, nor data files like .csv in a folder"
         raise ValueError(f"data.path={path} has no text ({why}): name a file, or files by a glob like FOLDER/*.csv")
@@ -73,8 +71,7 @@ def read(file: Path, field: str = "text") -> list[str]:
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read ({error}): fetch it again or leave it out") from error
     except UnicodeDecodeError as error:
-        way_out = "convert it (iconv -f latin1 -t utf-8) or leave it out"
-        raise ValueError(f"{file} is not UTF-8 ({error.reason}): {way_out}") from error
+        raise ValueError(f"{file} is not UTF-8: convert it (iconv -f latin1 -t utf-8) or leave it out") from error
 
 
 def text_of(line: str, field: str, where: str) -> str:
@@ -83,8 +80,7 @@ def text_of(line: str, field: str, where: str) -> str:
         text = json.loads(line)[field]
         return text.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        way_out = "mend the line, or name another field by data.field="
-        raise ValueError(f'{where}: no JSON with a string "{field}": {line[:80]!r}: {way_out}') from error
+        raise ValueError(f'{where}: no string "{field}" in {line[:80]!r}: data.field= names another') from error
 
 
 @functools.cache  # each job of a sweep gets the same text

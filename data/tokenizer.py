@@ -38,10 +38,12 @@ class TokenizerConfig:
             raise ValueError(f"tokenizer.vocab_size={self.vocab_size}: tokenizer={self.kind} has its own; leave it out")
 
 
-def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
-    """The tokenizer that `config` names. Only bpe reads `texts`. ValueError for kept, which has to come from a file."""
+def build(config: TokenizerConfig, texts: Iterable[str], kept: tiktoken.Encoding | None = None) -> tiktoken.Encoding:
+    """The tokenizer that `config` names. Only bpe reads `texts`. ValueError if it is to be `kept`, and that is None."""
     if config.kind == "kept":
-        raise ValueError("tokenizer=kept is that of init_from= or of data=bin: choose tokenizer=byte, bpe or gpt2")
+        if kept is None:
+            raise ValueError("tokenizer=kept needs init_from= or the tokens' tokenizer.json: use tokenizer=gpt2")
+        return kept
     if config.kind == "bpe":
         return train_bpe(texts, config.vocab_size)
     return byte_encoding() if config.kind == "byte" else gpt2_encoding()
@@ -130,10 +132,8 @@ def to_json(encoding: tiktoken.Encoding) -> str:
 
 
 def from_json(text: str | bytes) -> tiktoken.Encoding:
-    """The inverse of to_json. ValueError for JSON of another kind, such as Hugging Face's tokenizer.json."""
+    """The inverse of to_json."""
     content = json.loads(text)
-    if "ranks" not in content:
-        raise ValueError("this tokenizer.json is not one of ours: take it away and name the tokenizer (tokenizer=gpt2)")
     ranks = {base64.b64decode(token): rank for token, rank in content["ranks"].items()}
     name, pattern, special = content["name"], content["pattern"], content["special_tokens"]
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
