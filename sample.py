@@ -2,7 +2,6 @@
 
     python sample.py run=NAME prompt='def ' num_samples=3 temperature=1 top_k=50
     python sample.py run=NAME prompt_file=start.txt     a long prompt; prompt_file=- reads standard input
-    python sample.py run=NAME talk=true                 each line that you type is continued
     python sample.py checkpoint=hf:gpt2 prompt=Once     a model of the hub; FOLDER: one that transformers wrote
     python sample.py run=NAME context=true              instead of text: what a longer context is worth to the model
     python sample.py run=NAME export=FOLDER             instead of text: the model for transformers
@@ -11,7 +10,6 @@
 A checkpoint holds the model, the tokenizer and the configuration; only context=true needs the data.
 """
 
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import tiktoken
 import torch
+from torch import Tensor
 
 from conf.keys import check, key
 from data.tokenizer import TextStream, encode, from_json
@@ -42,7 +41,6 @@ class Config(Sampler):
     prompt_file: str | None = key(None, "file with the prompt; -: standard input; null: use prompt=", least=1)
     num_samples: int = key(1, "number of texts; each has its own seed: seed, seed + 1, ...", least=1)
     max_new_tokens: int = key(300, "maximum tokens of a text; it ends earlier at the document's end", least=1)
-    talk: bool = key(False, "continue each line that you type; Ctrl-D ends it")
     context: bool = key(False, "measure what a longer context is worth to the model, on its run's validation text")
     export: str | None = key(None, "write the model into this new folder, for transformers", least=1)
     seed: int = key(1337, "seed of the first text", least=0)
@@ -73,52 +71,29 @@ def sample(cfg: Config) -> None:
         print(stamp + context.report(model, trained))
         return
     model.to(DTYPES[pick_dtype(cfg.dtype, device)])
-    text = read_prompt(cfg)
+    text = cfg.prompt
+    if cfg.prompt_file:
+        read = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
+        text = read.decode("utf-8-sig")
     # As in training, a document begins after an end-of-text token.
-    prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
-    if cfg.talk:
-        print(stamp + text, end="", flush=True)
-        for line in sys.stdin:
-            prompt += encode(encoding, line.rstrip("\n")).tolist()
-            prompt += write(cfg, model, encoding, prompt, cfg.seed) + encode(encoding, "\n").tolist()
-        return
+    begin = trained.state.get("begin", encoding.eot_token)
+    prompt = torch.tensor([[begin, *encode(encoding, text).tolist()]], device=device)
     for number in range(cfg.num_samples):
         head = f"--- sample {number + 1} of {cfg.num_samples}\n" if cfg.num_samples > 1 else ""
         print(stamp + head + text, end="", flush=True)
         write(cfg, model, encoding, prompt, cfg.seed + number)
 
 
-def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: list[int], seed: int) -> list[int]:
-    """Prints what the model writes after the prompt, and a line end. Returns its tokens."""
-    device, stream, made = model.embedding.weight.device, TextStream(encoding), list[int]()
-    idx, began = torch.tensor([prompt], device=device), time.perf_counter()
-    try:
-        tokens = generate(model, idx, cfg.max_new_tokens, cfg, torch.Generator(device).manual_seed(seed), cfg.cache)
-        for token in takewhile(lambda token: token != encoding.eot_token, map(int, tokens)):
-            made.append(token)
-            print(visible(stream.feed(token)), end="", flush=True)
-    finally:  # an error message begins a line
-        print(visible(stream.flush()))
-    if not cfg.talk:
-        print(f"{len(made)} tokens in {time.perf_counter() - began:.2f} s", file=sys.stderr)
-    return made
-
-
-def visible(text: str) -> str:
-    """The text without control characters, which a terminal obeys; a broken model may write any."""
-    return re.sub(r"[^\t\n\r -~\xa0-\U0010ffff]", "\ufffd", text)
-
-
-def read_prompt(cfg: Config) -> str:
-    """prompt=, or the text of prompt_file= with its line ends."""
-    if cfg.prompt_file is None:
-        read = cfg.prompt.encode(errors="surrogateescape")  # as it was typed
-    else:
-        read = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
-    try:
-        return read.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 at byte {error.start}; convert it") from error
+def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, seed: int) -> None:
+    """Prints what the model writes after the prompt (1, T), and a line end."""
+    stream, count, began = TextStream(encoding), 0, time.perf_counter()
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    tokens = map(int, generate(model, prompt, cfg.max_new_tokens, cfg, generator, cfg.cache))
+    for token in takewhile(lambda token: token != encoding.eot_token, tokens):
+        print(stream.feed(token), end="", flush=True)
+        count += 1
+    print(stream.flush())
+    print(f"{count} tokens in {time.perf_counter() - began:.2f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,7 @@ def generate(
         if made > 0 and step is not None and new.shape[1] == 1:
             token = step(new)
         else:
-            logits = model(new, sequence=kv_cache)[:, -1]
-            if made == 0 and not logits.isfinite().all():
-                raise ValueError("the logits are NaN or infinite: the weights are spoilt; use an earlier checkpoint")
-            token = sampler.choose(logits, generator)
+            token = sampler.choose(model(new, sequence=kv_cache)[:, -1], generator)
             if kv_cache is not None:
                 kv_cache.advance(new.shape[1])
         text = torch.cat((text, token), dim=1)

@@ -142,14 +142,9 @@ def test_a_changed_softmax_samples_the_same_text_with_and_without_the_cache(monk
     assert not torch.equal(changed[0], whole)
 
 
-def test_a_model_in_training_and_spoilt_weights_are_refused():
-    model = made("tiled")
+def test_a_model_in_training_is_refused():
     with pytest.raises(AssertionError):
-        written(model.train(), prompts(1, 4), 1)
-    for spoilt in (torch.nan, torch.inf):
-        model.eval().norm.bias.data[0] = spoilt  # inf: the logits are infinite, none is NaN
-        with pytest.raises(ValueError, match="NaN"):
-            written(model, prompts(1, 4), 1)
+        written(made("tiled").train(), prompts(1, 4), 1)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_an_exported_model_writes_what_sample_py_writes(options, call, transform
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
     for prompt in ("", "caf\u00e9 au"):
         made = model.generate(**tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=30)
-        expected = sample.visible(tokenizer.decode(made[0], skip_special_tokens=True)) + "\n"
+        expected = tokenizer.decode(made[0], skip_special_tokens=True) + "\n"
         for source in (f"runs={tmp_path / 'runs'}", f"checkpoint={theirs}"):
             ended = call(sample, source, f"prompt={prompt}", "temperature=0", "max_new_tokens=30", "device=cpu")
             assert ended.out == expected, ended.err

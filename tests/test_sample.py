@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 from dataclasses import asdict
-from io import BytesIO, StringIO, TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def test_the_likeliest_text_is_the_argmax_of_the_models_logits(prompt, cache, wr
     found = map(int, generate.generate(model, torch.tensor([tokens]), 40, generate.Sampler(0), cache=False))
     expected = bytes(takewhile(END.__ne__, found)).decode(errors="replace")
     typed = f"prompt={prompt}", "temperature=0", "max_new_tokens=40", f"cache={cache}"
-    assert write(*typed) == prompt + sample.visible(expected) + "\n"
+    assert write(*typed) == prompt + expected + "\n"
 
 
 def test_a_seed_gives_its_text_again_and_each_sample_has_the_next_one(write, run):
@@ -123,10 +123,9 @@ def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp
         ([*b"one", END, *b"two"], "one"),  # where the model ends the document
         (CHARACTERS.encode(), CHARACTERS),
         (b"ab\xe2\x82", "ab\ufffd"),  # a character that was never finished
-        (b"a\x1b[2Jb\x07\x00\x7fc\xc2\x9bd", "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffdd"),  # what a terminal would obey
     ],
 )
-def test_characters_are_written_whole_and_none_commands_the_terminal(write, run, tokens, text):
+def test_characters_are_written_whole(write, run, tokens, text):
     keep(run, parrot([*tokens, END]))
     assert write("max_new_tokens=60") == text + "\n"
 
@@ -173,20 +172,6 @@ def test_a_broken_models_text_is_stamped(call, run):
     assert all(line.startswith("BROKEN[no_scale]") for line in ended.err.splitlines() if "tokens in" not in line)
 
 
-def test_a_typed_line_is_continued_after_all_that_is_on_the_screen(write, run, monkeypatch):
-    keep(run, gpt(64))
-    seen = []
-
-    def answers(model, idx, *_):
-        seen.append(bytes(idx[0].tolist()[1:]).decode())
-        yield from torch.tensor([[[byte]] for byte in b"yes"])
-
-    monkeypatch.setattr(generate, "generate", answers)
-    monkeypatch.setattr(sys, "stdin", StringIO("one\ntwo"))
-    assert write("talk=true", "prompt=so ") == "so yes\nyes\n"
-    assert seen == ["so one", "so oneyes\ntwo"]
-
-
 MISTAKES = ["run=none", "checkpoint=nowhere", "prompt=a prompt_file=b", "prompt_file=nowhere", "temperature=-1",
             "num_samples=0", "num_sample=3", "device=tpu", "impl=cudnn", "context=true", "export={run}"]  # fmt: skip
 
@@ -204,4 +189,4 @@ def test_a_prompt_of_other_bytes_than_utf8_is_named(run):
     command = [sys.executable, "sample.py", f"runs={run.parent}", b"prompt=caf\xe9"]
     ended = subprocess.run(command, cwd=Path(sample.__file__).parent, capture_output=True)
     assert (ended.returncode, ended.stdout) == (1, b"")
-    assert b"UTF-8" in ended.stderr.splitlines()[-1]
+    assert b"utf-8" in ended.stderr.splitlines()[-1]
