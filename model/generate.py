@@ -6,7 +6,6 @@ last half, with and without a cache.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +28,19 @@ class Sampler:
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Logits (B, V) to token ids (B, 1). The host does not wait for a GPU, as it would in torch.multinomial."""
-        logits = logits.float()
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
-        logits = logits / max(self.temperature, 1e-30)
         if self.top_k is not None:
             smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
-        p = logits.softmax(-1)
+        beta = 1 / max(self.temperature, 1e-30)
         if self.top_p < 1:
-            ordered, order = p.sort(descending=True, dim=-1)
+            ordered, order = (logits.float() * beta).softmax(-1).sort(descending=True, dim=-1)
             enough = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones suffice; the likeliest always stays
-            p = p.masked_fill(enough.scatter(-1, order, enough), 0.0)
-        return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)  # a draw from p
+            logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
+        # A draw from softmax(beta * logits): the index of the least log E - beta * logits, E exponentially distributed.
+        noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log_()
+        return torch.sub(noise, logits, alpha=beta).argmin(-1, keepdim=True)
 
 
 @torch.inference_mode()
@@ -54,7 +53,7 @@ def generate(
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
     if cache and not model.break_it.label and model.attention_config.block_mask is None:
         kv_cache = KVCache(model, len(idx))
-        if idx.is_cuda and kv_cache.position is not None:
+        if kv_cache.position is not None:
             step = Step(model, kv_cache, sampler, generator)
     text = idx[:, -context:]
     for made in range(count):
@@ -64,32 +63,35 @@ def generate(
                 kv_cache.clear()
         new = text if kv_cache is None else text[:, kv_cache.length :]
         if made > 0 and step is not None and new.shape[1] == 1:
-            token = step(new)
+            token = step()
         else:
             token = sampler.choose(model(new, sequence=kv_cache)[:, -1], generator)
             if kv_cache is not None:
                 kv_cache.advance(new.shape[1])
+            if step is not None:
+                step.token.copy_(token)
         text = torch.cat((text, token), dim=1)
         yield token
 
 
 class Step:
-    """One token on a CUDA GPU, recorded as a graph, because its launches from Python take ten times as long."""
+    """From the last token of each sequence, `token` (B, 1), to the next one. On a CUDA GPU it is recorded as a graph,
+    because its launches from Python take ten times as long."""
 
     def __init__(self, model: GPT, cache: KVCache, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator
-        self.token: Any = None  # and self.next: the graph's input and output, which stay where they are
+        B, device = len(cache.layers[0].k), cache.position.device
+        self.token = torch.zeros(B, 1, dtype=torch.int64, device=device)  # stays where it is: the graph has its address
         self.graph: torch.cuda.CUDAGraph | None = None
         self.count = 0
 
     def run(self) -> None:
-        self.next = self.sampler.choose(self.model(self.token, sequence=self.cache)[:, -1], self.generator)
+        self.token.copy_(self.sampler.choose(self.model(self.token, sequence=self.cache)[:, -1], self.generator))
         self.cache.position.add_(1)
 
-    def __call__(self, token: Tensor) -> Tensor:
-        """Token ids (B, 1) to the next ones (B, 1)."""
-        self.token = token.clone() if self.count == 0 else self.token.copy_(token)
-        if self.count == WARM_UP:
+    def __call__(self) -> Tensor:
+        """The next token ids, (B, 1)."""
+        if self.count == WARM_UP and self.token.is_cuda:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
                 self.graph.register_generator_state(self.generator)
@@ -104,4 +106,4 @@ class Step:
             self.graph.replay()
         self.count += 1
         self.cache.length += 1
-        return self.next.clone()
+        return self.token.clone()
