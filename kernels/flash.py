@@ -11,9 +11,6 @@ kernels/launch.py launches, in this order:
     dq_kernel          one program per tile of queries: dq and delta        steps 7, 8 and 10 to 12
     dkdv_kernel        one program per tile of keys: dk and dv              steps 8 to 12, transposed
 
-Each kernel takes a Task (what to compute) and a How (what it is compiled for). The file reads top down: a function
-stands above those that it calls.
-
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
 backward; Salmon et al. 2011 for Philox.
 
@@ -38,8 +35,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What a kernel is compiled for: every field is a constexpr. At every launch Triton looks up the compiled kernel by
-    its How. how() of kernels/launch.py makes each one once, so that they compare by identity."""
+    """What a kernel is compiled for. how() of kernels/launch.py makes each once: Triton compares them by identity."""
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -112,18 +108,14 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.conste
     """Steps 1 to 5 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task)
+    start, stop, ahead = loop_over(where, task, PART)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # 1: (BLOCK_M, BLOCK_N)
-        factor = task.scale2
-        if (task.softcap is not None) or (task.slopes is not None):
-            s, _ = cap_and_alibi(s, task, h, i, j)
-            factor = 1.0
+        s, factor, _ = cap_and_alibi(s, task, h, i, j)
         if PART:
             s = tl.where(visible(task, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
@@ -137,7 +129,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.conste
 
 @triton.jit
 def online_softmax(s, factor, m, l, how: tl.constexpr):
-    """Step 3 for one tile: returns p, and the new m, l and alpha. factor converts s to base 2."""
+    """Step 3 for one tile: returns p, and the new m, l and alpha."""
     m_new = m if how.NO_MAX else tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
@@ -147,8 +139,7 @@ def online_softmax(s, factor, m, l, how: tl.constexpr):
 
 @triton.jit
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
-    """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
-    keep_scale."""
+    """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale."""
     task = Task(*task)  # as in forward_kernel
     n, b, h, row0, where = tile_of_queries(task, how)
 
@@ -182,8 +173,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
     """Steps 8 and 10 to 12 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task)
+    start, stop, ahead = loop_over(where, task, PART)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         column0 = tile * how.BLOCK_N
@@ -233,8 +223,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
     j = column0 + column
     row_terms += n.to(tl.int64) * padded * 2
-    start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task)
+    start, stop, ahead = loop_over(where, task, PART)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         row0 = tile * how.BLOCK_M
@@ -256,11 +245,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
 @triton.jit
 def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
     """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
-    slope = 1.0
-    factor = task.scale2
-    if (task.softcap is not None) or (task.slopes is not None):
-        s, slope = cap_and_alibi(s, task, h, i, j)
-        factor = 1.0
+    s, factor, slope = cap_and_alibi(s, task, h, i, j)
     if PART:
         s = tl.where(visible(task, b, i, j), s, -float("inf"))
     return tl.exp2(tl.fma(s, factor, minus_lse2)), slope
@@ -284,16 +269,18 @@ def score_gradient(p, zp, dp, delta, slope, task):
 
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
-    """The rest of step 1: turns q k^T into scores in base 2. Also returns d score / d (q k^T scale)."""
-    s = s * task.scale
-    slope = 1.0
-    if task.softcap is not None:
-        t = tanh(s / task.softcap)
-        slope = 1 - t * t
-        s = task.softcap * t
-    if task.slopes is not None:
-        s = s - tl.load(task.slopes + h) * tl.abs(i + (task.T_k - task.T) - j).to(tl.float32)
-    return s * LOG2E, slope
+    """The rest of step 1. Returns s, the factor that makes it scores in base 2, and d score / d (q k^T scale)."""
+    factor, slope = task.scale2, 1.0
+    if (task.softcap is not None) or (task.slopes is not None):
+        s = s * task.scale
+        if task.softcap is not None:
+            t = tanh(s / task.softcap)
+            slope = 1 - t * t
+            s = task.softcap * t
+        if task.slopes is not None:
+            s = s - tl.load(task.slopes + h) * tl.abs(i + (task.T_k - task.T) - j).to(tl.float32)
+        s, factor = s * LOG2E, 1.0
+    return s, factor, slope
 
 
 @triton.jit
@@ -307,8 +294,7 @@ def tanh(x):
 
 @triton.jit
 def visible(task, b, i, j):
-    """Step 2: whether row i sees column j. i and j are index tensors that broadcast, in either order, so transposed
-    tiles use it too."""
+    """Step 2: whether row i sees column j. i and j are tensors that broadcast, in either order: tiles or transposed."""
     first = task.T_k - task.T  # the position of row 0
     last = task.T_k - 1
     if task.at_most is not None:
@@ -331,8 +317,7 @@ def visible(task, b, i, j):
 
 @triton.jit
 def dropped(p, n, row0, column0, row, column, task):
-    """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale. The backward draws the
-    same bits again."""
+    """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale."""
     if task.seed is not None:
         return tl.where(keep_mask(task, n, row0, column0, row, column), p, task.zero)
     return p
@@ -376,8 +361,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def tile_of_queries(task, how: tl.constexpr):
-    """n, b, h and the first row of this program's tile of queries, and key_tiles() of it. Most work first: if causal,
-    the last rows see the most keys."""
+    """This program's n, b, h, first row and key_tiles(). Most work first: if causal, the last rows see most keys."""
     n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
@@ -397,8 +381,7 @@ def key_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def query_tiles(task, b, tile, how: tl.constexpr):
-    """Which tiles of queries a tile of keys visits, as in key_tiles. Rows past the last have weight 0, so the last tile
-    can be whole."""
+    """Which tiles of queries a tile of keys visits. The last can be whole, because rows past the end have weight 0."""
     n = tl.cdiv(task.T, how.BLOCK_M)
     at_least = None if task.at_most is None else -task.at_most
     at_most = None if task.at_least is None else -task.at_least
@@ -452,11 +435,12 @@ def in_order(start, whole_start, whole_stop, stop):
 
 
 @triton.jit
-def loop_over(where, PART: tl.constexpr):
-    """The range of the loop's counter: the whole tiles or, with PART, the tiles before and after them."""
+def loop_over(where, task, PART: tl.constexpr):
+    """The loop's range: the whole tiles or, with PART, those before and after. And the first `ahead` for tile_at()."""
+    start, stop = where[1], where[2]
     if PART:
-        return where[0], where[3] - (where[2] - where[1])
-    return where[1], where[2]
+        start, stop = where[0], where[3] - (where[2] - where[1])
+    return start, stop, read_list(start, stop, where, task)
 
 
 @triton.constexpr_function

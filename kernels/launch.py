@@ -11,6 +11,7 @@ visits is the function of model/mask.py. It is an argument, because kernels/ imp
 
 import math
 import os
+from collections import namedtuple
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -40,8 +41,7 @@ def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, T
 
             launch_forward(q, k, v, o, lse, lse2, problem, visits)
             return o, lse, lse2
-        tile = tiles_for("forward", q, problem)
-        M, N = tile.BLOCK_M, tile.BLOCK_N
+        M, N, *_ = tile = tiles_for("forward", q, problem)
         task = task_of(q, k, problem, tile, "rows", visits)
         args: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
         launch(forward_kernel, -(-T // M) * B * H, args, q, problem, tile)
@@ -66,15 +66,14 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None
         padded = -(-T // 128) * 128
         row_terms = lse2.new_empty(B, H, padded, 2)
 
-        tile = tiles_for("dq", q, problem)
-        M, N = tile.BLOCK_M, tile.BLOCK_N
+        M, N, *_ = tile = tiles_for("dq", q, problem)
         task = task_of(q, k, problem, tile, "rows", visits)
         tensors: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
         args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task, padded
         launch(dq_kernel, -(-T // M) * B * H, args, q, problem, tile)
 
-        filled, tile = M, tiles_for("dkdv", q, problem)
-        M, N = tile.BLOCK_M, tile.BLOCK_N
+        filled = M
+        M, N, *_ = tile = tiles_for("dkdv", q, problem)
         assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
         task = task_of(q, k, problem, tile, "columns", visits)
         tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
@@ -124,7 +123,6 @@ LEAN = {
     "dq": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1)),
     "dkdv": (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 8, 1)),
 }
-ROOMY = 160 * 1024
 FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 float32 runs on plain cores and spills: for checks, not for speed
 
 
@@ -134,7 +132,7 @@ def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
         return FLOAT32
     size = (q.shape[3] > 64) + (q.shape[3] > 128)
     spills = kernel == "forward" and size == 2 and not has_descriptors(q.device)
-    if shared_memory(q.device) < ROOMY or spills:
+    if shared_memory(q.device) < 160 * 1024 or spills:
         return LEAN[kernel][size]
     return (MEASURED if problem.seed is None else DROPPING)[kernel][size]
 
@@ -212,15 +210,8 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visi
     return Task(*(values[name] for name in Task._fields))
 
 
-class Strided(NamedTuple):
-    """A (B, H, T, D) tensor for GPUs without descriptors (before sm_90)."""
-
-    pointer: Tensor
-    stride_b: int
-    stride_h: int
-    stride_t: int
-    rows: int
-    width: int  # D
+# A (B, H, T, D) tensor for GPUs without descriptors (before sm_90). rows: T; width: D.
+Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 
 
 def in_tiles(x: Tensor, rows: int, layout: Any = None) -> TensorDescriptor | Strided:

@@ -1,7 +1,5 @@
 """Cross-entropy of a table of logits in Triton; the gradient is written over the logits. Needs Ampere or a newer GPU.
 
-Shapes: N tokens, V vocabulary.
-
 model/loss.py has the same in plain PyTorch (by_torch), which makes a float32 copy of the logits and passes over it
 several times. Here one program does one row, in two passes:
 
@@ -24,11 +22,10 @@ LARGE = tl.constexpr(2.0**126)  # beyond any logit, and still finite times LOG2E
 
 
 def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: bool) -> Tensor:
-    """-log softmax(logits)[target] of each row, float32 (N,); 0 where the target is `ignore`.
+    """-log softmax(logits)[target] of each row, float32 (N,); 0 where the target is `ignore`, NaN if it is no column.
 
-    logits (N, V), contiguous, float32, float16 or bfloat16; targets int64 (N,). With want_gradient, logits is
-    overwritten by the gradient of the losses' sum. Rows to ignore have gradient 0.
-    A target outside of 0 to V - 1 has loss NaN.
+    N tokens, V vocabulary. logits (N, V), contiguous, float32, float16 or bfloat16; targets int64 (N,). With
+    want_gradient, logits is overwritten by the gradient of the losses' sum, which is 0 in rows to ignore.
     """
     assert logits.is_contiguous()
     N, V = logits.shape

@@ -1,55 +1,47 @@
 """Compiles the Triton kernels for a GPU that need not be there.
 
-    python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
+    python -m tests.compile_flash ARCH SHARED CASES
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[what, dtype, D], ..] in JSON;
-what is a name of CALLS below. SOURCE: a file to take for kernels/flash.py instead. Prints a JSON list: for each kernel
-what came out of it.
+what is a name of CALLS below. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches have
 tensors of the CPU, and end where a kernel would start.
 """
 
 import hashlib
-import importlib.util
 import json
 import re
 import sys
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
-from pathlib import Path
+from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from kernels import decode, launch
+from kernels.hopper.backward import launch_backward
+from kernels.hopper.forward import launch_forward
+from kernels.loss import loss_in_place
+from kernels.problem import Problem
 
 ARCH, SHARED, CASES = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-SOURCE = sys.argv[4] if len(sys.argv) > 4 else ROOT / "kernels" / "flash.py"
-SMALL = ("row_terms_kernel", "scaled_kernel")  # compiled, and not reported
-
-
-class NoDriver:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", ARCH, 32)
+# As much of a driver as compiling asks for.
+DRIVER = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", ARCH, 32),
+)
 
 
 def compile_only(self, *args, grid, warmup, **options):
     with redirect_stdout(StringIO()) as log:
         kernel = launch_as_it_was(self, *args, grid=grid, warmup=True, **options)
-    if self.__name__ in SMALL:
+    if self.__name__ in ("row_terms_kernel", "scaled_kernel"):  # small: not reported
         return kernel
     ptx = kernel.asm["ptx"]
     log = logs.setdefault(ptx, log.getvalue())  # of a kernel that two cases have, ptxas reports once
@@ -78,23 +70,15 @@ def without_ptxas(*given):
     return None
 
 
-triton.runtime.driver.set_active(NoDriver())
+triton.runtime.driver.set_active(DRIVER)
 triton.knobs.runtime.add_stages_inspection_hook = without_ptxas
 triton.knobs.nvidia.dump_ptxas_log = True  # to stdout: spills and warnings, with the options that Triton gives
 triton.knobs.compilation.disable_line_info = True  # PTX without the lines that it came from
 launch_as_it_was, JITFunction.run = JITFunction.run, compile_only
-spec = importlib.util.spec_from_file_location("kernels.flash", SOURCE)
-flash = importlib.util.module_from_spec(spec)
-sys.modules["kernels.flash"] = flash
-spec.loader.exec_module(flash)
-from kernels import launch  # noqa: E402  (now, that the kernels are those of SOURCE)
-
-launch.INTERPRETED = True  # or it refuses tensors of the CPU
 launch.has_descriptors = lambda device: ARCH >= 90
-launch.shared_memory = lambda device: SHARED
-from kernels.decode import decode  # noqa: E402
-from kernels.loss import loss_in_place  # noqa: E402
-from kernels.problem import Problem  # noqa: E402
+for module in (launch, decode):
+    module.INTERPRETED = True  # or they refuse tensors of the CPU
+    module.shared_memory = lambda device: SHARED
 
 PLAIN = Problem(500, 500, True, None, None, None, 64, 0.125, None, None, None, 0.0, ())
 DROPOUT = {"seed": torch.tensor(1), "dropout_p": 0.1}
@@ -113,8 +97,6 @@ def attention(dtype: str, D: int, **more) -> None:
 
 def hopper_forward(dtype: str, D: int) -> None:
     """The mask cuts one tile of every row; more; all that there is; with D = 64, other tiles for many keys."""
-    from kernels.hopper.forward import launch_forward
-
     numbers = torch.zeros(1, 500, dtype=torch.int64)
     everything = {"window": 100, "documents": numbers, **DROPOUT}
     for T, T_k, more in ((500, 500, {}), (97, 500, {}), (500, 500, everything), (500, 2548, {}))[: 4 if D == 64 else 3]:
@@ -124,8 +106,6 @@ def hopper_forward(dtype: str, D: int) -> None:
 
 def hopper_backward(dtype: str, D: int) -> None:
     """Without dropout and with it."""
-    from kernels.hopper.backward import launch_backward
-
     q, k, lse = empty(1, 4, 500, D, dtype=dtype), empty(1, 2, 500, D, dtype=dtype), empty(1, 4, 500)
     for more in ({}, DROPOUT):
         launch_backward(q, k, k, q, lse, q, lse, q, k, k, PLAIN._replace(**more))
@@ -135,7 +115,7 @@ def a_token(dtype: str, D: int) -> None:
     """Four query heads a key head, and all that the scores can have."""
     q, k, v = (empty(1, H, 1, D, dtype=dtype) for H in (8, 2, 2))
     cache = empty(2, 1, 2, 4096, D, dtype=dtype)
-    decode(q, k, v, *cache, torch.zeros(1, dtype=torch.int64), 0.125, 2.0, torch.ones(8), 100)
+    decode.decode(q, k, v, *cache, torch.zeros(1, dtype=torch.int64), 0.125, 2.0, torch.ones(8), 100)
 
 
 CALLS = {

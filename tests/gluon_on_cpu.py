@@ -27,7 +27,6 @@ from model.dropout import philox as philox_of_model
 from tests.orders import Job, Orders, job
 
 LOW = 0xFFFFFFFF
-FOLDER = Path(launch.__file__).parent / "hopper"
 
 
 class Number(int):
@@ -67,9 +66,8 @@ def philox(*words: Any) -> tuple[Tensor, ...]:
 
 def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
     def found(a: Any, b: Any) -> Any:
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return tile(of_tensors(torch.as_tensor(a), torch.as_tensor(b)))
-        return Number(of_ints(a, b))
+        tensors = isinstance(a, Tensor) or isinstance(b, Tensor)
+        return tile(of_tensors(torch.as_tensor(a), torch.as_tensor(b))) if tensors else Number(of_ints(a, b))
 
     return found
 
@@ -102,9 +100,8 @@ class Place:
 class Barrier:
     """An mbarrier: a phase completes when `count` have arrived and all bytes that were announced have come."""
 
-    def __init__(self, count: int = 0, each: list["Barrier"] | None = None):
+    def __init__(self, count: int = 0):
         self.init(count)
-        self.index = lambda i: each[int(i)]
 
     def init(self, count: int) -> None:
         self.phases, self.bytes, self.count, self.missing = 0, 0, count, count
@@ -141,7 +138,7 @@ def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
 
 def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
-        return Barrier(each=[Barrier() for _ in range(shape[0])])
+        return SimpleNamespace(index=[Barrier() for _ in range(shape[0])].__getitem__)
     return Place(torch.full(shape, -1 if dtype == torch.int32 else math.nan, dtype=dtype))
 
 
@@ -247,14 +244,8 @@ def wait_products(left: int, products: list[Product]) -> Any:
     return products[0].result if len(products) == 1 else tuple(product.result for product in products)
 
 
-class Layout:
-    """How a tile lies in shared memory, which is nothing here."""
-
-    def __init__(self, *_: Any, **__: Any): ...
-
-    get_default_for = staticmethod(lambda *_: None)
-
-
+# How a tile lies in shared memory or in registers, which is nothing here.
+Layout = type("Layout", (), {"__init__": lambda *_, **__: None, "get_default_for": lambda *_: None})
 LAYOUTS = ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
            "NVMMASharedLayout", "DistributedLinearLayout")  # fmt: skip
 AS_IN_TORCH = ("float16", "bfloat16", "float32", "int32", "uint32", "int64", "full_like", "zeros_like", "abs", "exp2",
@@ -313,62 +304,55 @@ OF_BACKWARD: dict[str, Any] = {
 }
 
 
-def on_cpu(name: str, change: Callable[[str], str] = lambda source: source) -> ModuleType:
-    """kernels/hopper/ `name`.py with the Gluon of this file. change: of its text, to plant a fault."""
+@cache
+def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
+    """kernels/hopper/ `name`.py with the Gluon of this file. instead: what stands there in place of `line`, a fault."""
     fakes: dict[str, Any] = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(**PARTS))}
     for part in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
         fakes[f"triton.experimental.gluon{part}"] = SimpleNamespace(**PARTS)
     if name == "backward":  # it takes functions of the forward
-        fakes["kernels.hopper.forward"] = unchanged("forward")
+        fakes["kernels.hopper.forward"] = on_cpu("forward")
     module = sys.modules[f"{name}_on_cpu"] = ModuleType(f"{name}_on_cpu")  # where dataclasses look it up
     module.range = lambda *ends: map(Number, range(*ends))
-    path = FOLDER / f"{name}.py"
+    path = Path(launch.__file__).parent / "hopper" / f"{name}.py"
+    source = path.read_text(encoding="utf-8")
+    assert not line or source.count(line) == 1
     with patch.dict(sys.modules, fakes):
-        exec(compile(change(path.read_text(encoding="utf-8")), path, "exec"), module.__dict__)
+        exec(compile(source.replace(line, instead), path, "exec"), module.__dict__)
     module.philox, module.in_tiles, module.shared_layout = philox, Descriptor, Layout
     module.__dict__.update(OF_BACKWARD if name == "backward" else {})
     return module
 
 
-unchanged = cache(on_cpu)
-
-
-def launched(module: ModuleType, name: str, seed: int, programs: int, *args: Any) -> None:
-    """launch_forward() or launch_backward() of a module, on as many processors as `programs`. Results that nothing
-    writes are NaN."""
+def launched(module: ModuleType, name: str, seed: int, *args: Any) -> None:
+    """launch_forward() or launch_backward() of a module, on one to four processors. What nothing writes is NaN."""
     kernel = getattr(module, f"{name}_kernel")
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return partial(self.run, grid[0])
+    def run(programs, *args, num_warps, maxnreg):
+        orders = Orders(seed)
+        args = [Pointer(x) if isinstance(x, Tensor) else Number(x) if type(x) is int else x for x in args]
+        for program in range(programs):
+            Job(orders, program, programs, kernel, *args)
+        orders.run()
 
-        def run(self, programs, *args, num_warps, maxnreg):
-            orders = Orders(seed)
-            args = [Pointer(x) if isinstance(x, Tensor) else Number(x) if type(x) is int else x for x in args]
-            for program in range(programs):
-                Job(orders, program, programs, kernel, *args)
-            orders.run()
-
+    grids = {(programs,): partial(run, programs) for programs in range(1, 5)}
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]  # the threads of jobs record gradients
     for x in given[3:6] if name == "forward" else given[7:10]:
         x.fill_(math.nan)
-    parts = {f"{name}_kernel": Kernel(), "processors": lambda device: programs}
+    parts = {f"{name}_kernel": grids, "processors": lambda device: 1 + seed % 4}
     with patch.multiple(module, **parts), torch.autocast("cpu", enabled=False):
         getattr(module, f"launch_{name}")(*given)
 
 
 @contextmanager
 def hopper_on_cpu(seed: int = 0, **changed: ModuleType) -> Iterator[None]:
-    """On a CPU, triton runs the kernels for Hopper, in the order that `seed` decides, on one to four processors.
-    changed: forward or backward, a module of on_cpu() with a fault."""
+    """Here triton runs the kernels for Hopper, in the order of `seed`. changed: modules of on_cpu(), with faults."""
     from kernels.hopper import backward, forward
 
-    def of_module(name: str, programs: int) -> Callable:
-        return partial(launched, changed.get(name) or unchanged(name), name, seed, programs)
-
+    of = {name: partial(launched, changed.get(name) or on_cpu(name), name, seed) for name in ("forward", "backward")}
     with (
         patch.object(launch, "is_hopper", lambda device: True),
-        patch.object(forward, "launch_forward", of_module("forward", 1 + seed % 3)),
-        patch.object(backward, "launch_backward", of_module("backward", 1 + seed % 4)),
+        patch.object(forward, "launch_forward", of["forward"]),
+        patch.object(backward, "launch_backward", of["backward"]),
     ):
         yield

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from model.attention import problem_of
 from tests.implementations import DEVICE, NAIVE, ON_GPU
@@ -30,8 +29,13 @@ DECODED = [
 ]
 
 
-def decoded(inputs: dict[str, Tensor], case: Case) -> Tensor:
-    """o of the last token. The cache has 40 more places, full of NaN, and the new token's place is empty."""
+@pytest.mark.parametrize("case", DECODED, ids=case_name)
+def test_a_new_token_is_within_twice_naives_error_however_the_keys_are_split(case, monkeypatch):
+    """Each case with one dtype and one number of splits. The cache has 40 more places, full of NaN, and the new token's
+    place is empty."""
+    number = DECODED.index(case)
+    monkeypatch.setattr(decode_module, "splits_for", lambda N, device: (1, 7)[number % 2])
+    inputs = case.inputs(DTYPES[number % 3], DEVICE)
     q, k, v = (inputs[name] for name in "qkv")
     keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, 41), value=float("nan")) for x in (k, v))
     problem, at = problem_of(q, k, v, case.configure(NAIVE)), torch.tensor([case.keys - 1], device=q.device)
@@ -40,15 +44,5 @@ def decoded(inputs: dict[str, Tensor], case: Case) -> Tensor:
     assert torch.equal(keys[:, :, : case.keys], k)
     assert torch.equal(values[:, :, : case.keys], v)
     assert keys[:, :, case.keys :].isnan().all()
-    return o
-
-
-@pytest.mark.parametrize("case", DECODED, ids=case_name)
-def test_a_new_token_is_within_twice_naives_error_however_the_keys_are_split(case, monkeypatch):
-    """Each case with one dtype and one number of splits."""
-    number = DECODED.index(case)
-    monkeypatch.setattr(decode_module, "splits_for", lambda N, device: (1, 7)[number % 2])
-    inputs = case.inputs(DTYPES[number % 3], DEVICE)
-    found, naive, right = {"o": decoded(inputs, case)}, run(inputs, case, NAIVE), oracle(inputs, case)
-    assert found["o"].dtype == inputs["q"].dtype
-    assert_within_budget(found, naive, right)
+    assert o.dtype == q.dtype
+    assert_within_budget({"o": o}, run(inputs, case, NAIVE), oracle(inputs, case))

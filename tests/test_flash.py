@@ -89,26 +89,22 @@ def tiles_kernel(out, task, OF_KEYS: tl.constexpr, how: tl.constexpr):
         tl.store(out + tile * 4 + i, found[i])
 
 
-def random_case(draw: torch.Generator) -> Case:
-    T, T_k, window = (int(torch.randint(1, most, (), generator=draw)) for most in (300, 300, 150))
-    causal, local = (torch.rand(2, generator=draw) < 0.6).tolist()
-    return Case(T, T_k, B=1, H=1, D=16, causal=causal, window=window if local else None)
-
-
 @INTERPRETED
 @pytest.mark.parametrize("of_keys", [False, True], ids=["of queries", "of keys"])
 def test_by_arithmetic_no_score_is_missed_no_tile_visited_for_nothing_and_none_called_whole_that_hides_one(of_keys):
     """For causal masks and windows. For documents and block masks the kernels read a table: tests/test_mask.py."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(40):
-        case, (M, N) = random_case(draw), (2 ** torch.randint(4, 8, (2,), generator=draw)).tolist()
+        T, T_k, window = (int(torch.randint(1, most, (), generator=draw)) for most in (300, 300, 150))
+        causal, local = (torch.rand(2, generator=draw) < 0.6).tolist()
+        case = Case(T, T_k, B=1, H=1, D=16, causal=causal, window=window if local else None)
+        M, N = (2 ** torch.randint(4, 8, (2,), generator=draw)).tolist()
         q, problem = problem_for(case)
-        k = q.new_empty(1, 1, case.keys, 16)
         seen, mine, others = visible(case), -(-case.T // M), -(-case.keys // N)
         mine, others = (others, mine) if of_keys else (mine, others)
         out = torch.empty(mine, 4, dtype=torch.int64)
         kind, form = launch.how(M, N, 16, "ieee", ()), "columns" if of_keys else "rows"
-        tiles_kernel[(mine,)](out, launch.task_of(q, k, problem, None, form, None), of_keys, kind)
+        tiles_kernel[(mine,)](out, launch.task_of(q, q, problem, None, form, None), of_keys, kind)
         place, (start, whole_start, whole_stop, stop) = torch.arange(others), out[:, :, None].unbind(1)
         visited, whole = (start <= place) & (place < stop), (whole_start <= place) & (place < whole_stop)
         visited, whole = (visited.mT, whole.mT) if of_keys else (visited, whole)

@@ -4,6 +4,7 @@ they take of registers and shared memory."""
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -34,13 +35,13 @@ COMPILED = {arch: [*cases, *OTHERS] for arch, cases in ATTENTION.items()}
 COMPILED[90] += HOPPER_FORWARD + HOPPER_BACKWARD
 
 
-def start(arch: int, cases: list, cache: Path, *source: str, **also: str) -> subprocess.Popen:
-    """A process without the interpreter, which the other tests have switched on, and with nothing compiled yet. also:
-    of its environment."""
+def start(arch: int, cases: list, cache: Path, root: Path = ROOT, **also: str) -> subprocess.Popen:
+    """A process without the interpreter, which the other tests have switched on, and with nothing compiled yet. root:
+    where kernels/ is. also: of its environment."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.Popen(
-        [sys.executable, "tests/compile_flash.py", str(arch), str(SHARED[arch]), json.dumps(cases), *source],
-        cwd=ROOT,
+        [sys.executable, "-m", "tests.compile_flash", str(arch), str(SHARED[arch]), json.dumps(cases)],
+        cwd=root,
         env=environment | {"TRITON_CACHE_DIR": str(cache)} | also,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,15 +55,11 @@ def result(process: subprocess.Popen) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[int, list[dict]]:
-    """All of COMPILED, once. The architectures side by side."""
+def kernels(tmp_path_factory):
+    """kernels(arch, cases): what came out of the kernels of these cases. All of COMPILED is compiled once, the
+    architectures side by side."""
     processes = {arch: start(arch, cases, tmp_path_factory.mktemp("cache")) for arch, cases in COMPILED.items()}
-    return {arch: result(process) for arch, process in processes.items()}
-
-
-@pytest.fixture
-def kernels(compiled):
-    """kernels(arch, cases): what came out of the kernels of these cases."""
+    compiled = {arch: result(process) for arch, process in processes.items()}
     return lambda arch, cases: [kernel for kernel in compiled[arch] if kernel["case"] in cases]
 
 
@@ -172,9 +169,11 @@ SWITCHES = [
 @slow
 def test_the_switches_of_break_it_cost_nothing(kernels, tmp_path):
     """The default path is the same code, instruction for instruction, as if they had never been written."""
-    source = (ROOT / "kernels" / "flash.py").read_text(encoding="utf-8")
+    path = shutil.copytree(ROOT / "kernels", tmp_path / "kernels") / "flash.py"
+    source = path.read_text(encoding="utf-8")
     for with_switch, without in SWITCHES:
         assert source.count(with_switch) == 1
         source = source.replace(with_switch, without)
-    (tmp_path / "flash.py").write_text(source, encoding="utf-8")
-    assert result(start(90, [D64_DROPOUT], tmp_path, str(tmp_path / "flash.py"))) == kernels(90, [D64_DROPOUT])
+    path.write_text(source, encoding="utf-8")
+    found = result(start(90, [D64_DROPOUT], tmp_path / "cache", tmp_path, PYTHONPATH=str(ROOT)))
+    assert found == kernels(90, [D64_DROPOUT])

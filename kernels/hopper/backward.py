@@ -21,21 +21,19 @@ Its jobs:
 - The tiles of keys add to a tile of dq in a fixed order, the last tile of keys first: then two runs give the same bits.
   `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
 - ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq.
-- Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
 Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. docs/hopper.md tells more.
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -47,7 +45,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.forward import all_threads, as_matrix, as_operand, barriers, philox, processors, shared_layout
+from kernels.hopper.forward import (
+    all_threads,
+    as_matrix,
+    as_operand,
+    barriers,
+    pass_turn,
+    philox,
+    processors,
+    shared_layout,
+    wait_turn,
+)
 from kernels.launch import in_tiles
 from kernels.problem import Problem
 
@@ -77,50 +85,26 @@ class How:
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
     LATE: gl.constexpr
-    TURNS: gl.constexpr  # the consumers start their tiles in turn, so that one computes while the other multiplies
+    TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
 
 
-class Task(NamedTuple):
-    """What to compute."""
+# What to compute, in the words of kernels/flash.py. seed: without dropout, any tensor.
+#     begin, N    the first key head of this launch, as b * H_kv + h_kv, and their number
+#     dk_scale    what the sums of dk and dq are multiplied by; dv_scale: those of dv, 1 / (share kept)
+Task = namedtuple("Task", "begin N H G T T_k scale2 dk_scale dv_scale seed threshold")
 
-    begin: int  # b * H_kv + h_kv of the first key head of this launch
-    N: int  # of key heads of this launch
-    H: int
-    G: int  # H / H_kv: query heads that share a key head
-    T: int
-    T_k: int
-    scale2: float  # softmax_scale * log2(e)
-    dk_scale: float  # what the sums of dk and dq are multiplied by
-    dv_scale: float  # 1 / (share kept)
-    seed: Tensor  # of the masks of dropout; without, any tensor
-    threshold: int  # a weight is dropped if its random byte is below this
-
-
-class Shared(NamedTuple):
-    """What lies in shared memory: places for tiles, and barriers with one entry for each place."""
-
-    k: gl.shared_memory_descriptor  # (2, 1, 1, KEYS, D): one of each consumer; v, and in the end dk and dv, too
-    v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor  # (2, 1, 1, BLOCK_M, D); do too
-    do: gl.shared_memory_descriptor
-    terms: gl.shared_memory_descriptor  # (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
-    ds: gl.shared_memory_descriptor  # (4, KEYS, BLOCK_M): of two tiles by two consumers
-    dq: gl.shared_memory_descriptor  # (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
-    kv_full: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor
-    kv_free: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    do_free: gl.shared_memory_descriptor
-    ds_free: gl.shared_memory_descriptor
-    dq_free: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor  # (2, 32): the number of the tile of keys, and of the next
-    taken_full: gl.shared_memory_descriptor
-    taken_free: gl.shared_memory_descriptor
+# What lies in shared memory. Places for tiles:
+#     k, v     (2, 1, 1, KEYS, D): one of each consumer; in the end dk and dv, too
+#     q, do    (2, 1, 1, BLOCK_M, D)
+#     terms    (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
+#     ds       (4, KEYS, BLOCK_M): of two tiles by two consumers
+#     dq       (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
+#     taken    (2, 32): the number of the tile of keys, and of the next
+# and barriers, with one entry for each place, as in the forward.
+Shared = namedtuple("Shared", "k v q do terms ds dq kv_full q_full do_full ds_full dq_full kv_free q_free do_free "
+                    "ds_free dq_free taken taken_full taken_free")  # fmt: skip
 
 
 # --- The launch -------------------------------------------------------------------------------------------------------
@@ -129,8 +113,7 @@ class Shared(NamedTuple):
 def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) -> None:
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
-    threshold = problem.threshold
+    rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
     keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
@@ -166,7 +149,7 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 
 @cache  # Triton looks up the compiled kernel by identity
 def how(D: int, causal: bool, dropout: bool) -> How:
-    turns = LATE[D] and not dropout  # where they were faster
+    turns = 2 if LATE[D] and not dropout else 0  # where they were faster
     return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout)))
 
 
@@ -312,8 +295,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
 
 @gluon.jit
 def tell(shared, turn, item):
-    """The producer writes the number of the turn's tile of keys. Each of its threads has a place of its own, and the
-    first is read."""
+    """The producer writes the number of the turn's tile of keys: each thread to its own place. The first is read."""
     mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
     shared.taken.index(turn & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
@@ -370,19 +352,18 @@ def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
     seed = gl.load(task.seed) if how.DROPOUT else 0
     item = told(shared, turn, 4)
     if C == 1:
-        pass_turn(C, how)  # the first turn is consumer 0's
+        pass_turn(C, how, 10)  # the first turn is consumer 0's
     while item < items_of(task, how):
         count = gradients(count, item, turn & 1, shared, dk, dv, task, seed, how, C)
         turn += 1
         item = told(shared, turn, 4)
     if C == 0:
-        wait_turn(C, how)  # nobody else takes the last turn
+        wait_turn(C, how, 10)  # nobody else takes the last turn
 
 
 @gluon.jit
 def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
-    """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
-    count."""
+    """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of kv_full. Returns the new count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
     n, tile, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
@@ -426,7 +407,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
     k_c, v_c = as_matrix(shared.k.index(C), how.KEYS, how), as_matrix(shared.v.index(C), how.KEYS, how)
-    wait_turn(C, how)
+    wait_turn(C, how, 10)
     mbarrier.wait(shared.q_full.index(place), phase)
     s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     s = warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -447,10 +428,10 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
     else:
         dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
-    pass_turn(C, how)
+    pass_turn(C, how, 10)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
     minus_delta = terms.slice(1, 1).load(s_layout)
-    if how.DROPOUT:  # 11, of which the terms have twice -delta: 2 ds
+    if how.DROPOUT:  # 11: 2 ds, because p + |p| is 2 p or 0; the terms have twice -delta
         ds = gl.fma(p + gl.abs(p), dp, gl.abs(p) * minus_delta).to(q_i.dtype)
     else:
         ds = (p * (dp + minus_delta)).to(q_i.dtype)
@@ -569,7 +550,7 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
 
 @gluon.jit
 def signed(p, bits):
-    """p where it is kept, else -p. bits: of draw()."""
+    """p where it is kept, else -p: few registers are left, and a sign takes none. bits: of draw()."""
     key = gl.expand_dims(gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)), 1)
     query = gl.expand_dims(gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)), 0)
     sign = bits << (27 - (key & 8) - (query >> 3 & 3)) & -0x80000000
@@ -600,23 +581,8 @@ def halves(x, _semantic=None):
 
 
 @gluon.jit
-def wait_turn(C: gl.constexpr, how: gl.constexpr):
-    """The consumers start their tiles in turn, so that one computes weights while the products of the other run."""
-    if how.TURNS:
-        wait: gl.constexpr = f"bar.sync {10 + C}, 256; mov.b32 $0, $1;"
-        gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.TURNS:
-        arrive: gl.constexpr = f"bar.arrive {11 - C}, 256; mov.b32 $0, $1;"
-        gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def both_consumers():
-    """Waits until the threads of both consumers are here. Triton has the barriers with the lowest numbers."""
+    """Waits until the threads of both consumers are here. Barriers 10 and 11 are those of wait_turn()."""
     wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 

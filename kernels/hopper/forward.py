@@ -10,7 +10,6 @@ which computes one group after the other. Its warps have different jobs:
     producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
-Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
 Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
 Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
@@ -18,12 +17,11 @@ Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and 
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -54,7 +52,8 @@ class How:
     D: gl.constexpr
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
-    TURNS: gl.constexpr  # consumers start their products in turn: wait_turn()
+    TURNS: gl.constexpr  # how many consumers start their products in turn: wait_turn(); 0: they do not
+    REGISTERS: gl.constexpr  # of a consumer's thread
     STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
     AT_LEAST: gl.constexpr  # these three: whether there is such a rule
     AT_MOST: gl.constexpr
@@ -63,47 +62,26 @@ class How:
     DROPOUT: gl.constexpr
 
 
-class Task(NamedTuple):
-    """What to compute, in the words of kernels/flash.py. A tensor that How says there is none of is any other."""
+# What to compute, in the words of kernels/flash.py. A tensor that How says there is none of is any other.
+#     N          B * H
+#     section    heads that are computed at the same time: group_at()
+#     visits     (B, tiles of queries, 4): ranges of visits() in model/mask.py
+Task = namedtuple("Task", "N section H T T_k at_least at_most documents visits scale2 seed threshold keep_scale")
 
-    N: int  # B * H
-    section: int  # heads that are computed at the same time: group_at()
-    H: int
-    T: int
-    T_k: int
-    at_least: int  # the lowest column - position
-    at_most: int  # the highest
-    documents: Tensor  # (B, T_k)
-    visits: Tensor  # (B, tiles of queries, 4): ranges of visits() in model/mask.py
-    scale2: float  # softmax_scale * log2(e)
-    seed: Tensor
-    threshold: int
-    keep_scale: float  # 1 / (share kept)
-
-
-class Shared(NamedTuple):
-    """What lies in shared memory: places for tiles, and barriers with one entry for each place."""
-
-    q: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
-    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
-    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
-    o: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
-    q_full: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    k_free: gl.shared_memory_descriptor
-    v_free: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor  # (2, 32): the number of the next group, and of the one after
-    taken_full: gl.shared_memory_descriptor
+# What lies in shared memory. Places for tiles:
+#     q, o     (CONSUMERS, 1, 1, ROWS, D)
+#     k, v     (STAGES, 1, 1, BLOCK_N, D)
+#     taken    (2, 32): the number of the next group, and of the one after
+# and barriers, with one entry for each place: NAME_full says that NAME has arrived, NAME_free that it has been read.
+Shared = namedtuple("Shared", "q k v o q_full k_full v_full q_free k_free v_free taken taken_full")
 
 
 # --- The launch -------------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer's tile
 SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
-# Consumers -> registers per thread at the start. The producer's warps then give most of theirs to the consumers.
-REGISTERS = {2: 168, 3: 128, 4: 96}
+# Consumers -> registers per thread at the start, and of a consumer after the producer's warps gave it most of theirs.
+REGISTERS = {2: (168, 240), 3: (128, 160), 4: (96, 112)}
 
 
 def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
@@ -125,25 +103,24 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem, visits: Visits) -> N
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    threshold = problem.threshold
     table = lse if documents is None else visits(problem, ROWS, block_n, "ranges", q.device)  # type: ignore[misc]
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
         B * H, min(max(1, section), B * H), H, T, T_k, at_least, at_most,
-        lse if documents is None else documents.contiguous(), table,
-        problem.scale * math.log2(math.e), problem.seed if dropout else lse, threshold, 256 / (256 - threshold),
+        lse if documents is None else documents.contiguous(), table, problem.scale * math.log2(math.e),
+        problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
         how(D, *tiles, window is not None, bounded, documents is not None, not cut_once, dropout),
-        num_warps=4, maxnreg=REGISTERS[consumers],
+        num_warps=4, maxnreg=REGISTERS[consumers][0],
     )  # fmt: skip
 
 
 @cache  # Triton looks up the compiled kernel by identity
 def how(D: int, block_n: int, consumers: int, *others) -> How:
-    """others: the fields after TURNS."""
-    turns = consumers == 3 or (consumers == 2 and D == 128)  # where they were faster
-    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, *others)))
+    """others: the fields after REGISTERS."""
+    turns = consumers if consumers == 3 or (consumers == 2 and D == 128) else 0  # where they were faster
+    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, REGISTERS[consumers][1], *others)))
 
 
 @cache
@@ -162,11 +139,10 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 # 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
-# Compiled once for all sizes.
 @gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
 def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents, visits, scale2,
                    seed, threshold, keep_scale, how: gl.constexpr):  # fmt: skip
-    """Makes the buffers and barriers, and gives the warps their jobs."""
+    """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for all sizes."""
     task = Task(N, section, H, T, T_k, at_least, at_most, documents, visits, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
@@ -178,28 +154,16 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
     )  # fmt: skip
-    # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
-    if how.CONSUMERS == 4:
-        gl.warp_specialize([
-            (consumer, (shared, o, lse, lse2, task, how, 0)),
-            (consumer, (shared, o, lse, lse2, task, how, 1)),
-            (consumer, (shared, o, lse, lse2, task, how, 2)),
-            (consumer, (shared, o, lse, lse2, task, how, 3)),
-            (producer, (shared, q, k, v, taken, G, task, how)),
-        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
-    elif how.CONSUMERS == 3:
-        gl.warp_specialize([
-            (consumer, (shared, o, lse, lse2, task, how, 0)),
-            (consumer, (shared, o, lse, lse2, task, how, 1)),
-            (consumer, (shared, o, lse, lse2, task, how, 2)),
-            (producer, (shared, q, k, v, taken, G, task, how)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (shared, o, lse, lse2, task, how, 0)),
-            (consumer, (shared, o, lse, lse2, task, how, 1)),
-            (producer, (shared, q, k, v, taken, G, task, how)),
-        ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize(  # the first job runs on the program's own warps
+        [
+            (consumer, (shared, o, lse, lse2, task, how, c))
+            if c < how.CONSUMERS
+            else (producer, (shared, q, k, v, taken, G, task, how))
+            for c in (0, 1, 2, 3, 4)[: how.CONSUMERS + 1]
+        ],
+        [4] * (how.CONSUMERS - 1) + [1],  # warps of the other jobs, and their registers
+        [how.REGISTERS] * (how.CONSUMERS - 1) + [24],
+    )
 
 
 @gluon.jit
@@ -283,23 +247,11 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
         group = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        tell(shared, turn, group)
+        # All consumers have read the number that was here: they have freed the q of that group. Each of the producer's
+        # threads writes to a place of its own.
+        shared.taken.index(turn & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
         turn += 1
-
-
-@gluon.jit
-def tell(shared, turn, number):
-    """The producer writes the number of the group that comes next. All consumers have read the number that was there:
-    they have freed the q of that group. Each of the producer's threads writes to a place of its own."""
-    shared.taken.index(turn & 1).store(gl.full([32], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
-
-
-@gluon.jit
-def told(shared, turn):
-    """A consumer reads that number."""
-    mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)
-    return gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -319,7 +271,8 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
         pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
         count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
-        group = told(shared, turn)
+        mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)
+        group = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         turn += 1
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
@@ -394,19 +347,19 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 
 
 @gluon.jit
-def wait_turn(C: gl.constexpr, how: gl.constexpr):
+def wait_turn(C: gl.constexpr, how: gl.constexpr, FIRST: gl.constexpr = 9):
     """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
-    all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the threads
-    of two consumers, of which one waits. Triton requires a result of assembly."""
+    all compute exponentials. The hardware's barriers from FIRST on are theirs; Triton uses those below 9. 256: the
+    threads of two consumers, of which one waits. Triton requires a result of assembly."""
     if how.TURNS:
-        wait: gl.constexpr = f"bar.sync {9 + C}, 256; mov.b32 $0, $1;"
+        wait: gl.constexpr = f"bar.sync {FIRST + C}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(C: gl.constexpr, how: gl.constexpr):
+def pass_turn(C: gl.constexpr, how: gl.constexpr, FIRST: gl.constexpr = 9):
     if how.TURNS:
-        arrive: gl.constexpr = f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;"
+        arrive: gl.constexpr = f"bar.arrive {FIRST + (C + 1) % how.TURNS}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -484,9 +437,8 @@ def online_softmax(s, m, l, scale2):
 
 @gluon.jit
 def words_of(n, task, how: gl.constexpr):
-    """The words of Philox that a head has for itself: two of the counter, two of the key. n ^ n is a zero of n's type,
-    which Philox wants. Without dropout any, for nothing."""
-    words = n, n, n, n
+    """A head's own words of Philox: two of the counter, two of the key. n ^ n is a zero of n's type."""
+    words = n, n, n, n  # without dropout, any
     if how.DROPOUT:
         seed = gl.load(task.seed)
         words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
