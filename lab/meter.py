@@ -2,15 +2,14 @@
 
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-
-# PyTorch's guide "Extending PyTorch" points to this module. There is no other way to see every operation of a backward.
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see every operation of a backward
+from torch.utils._pytree import tree_leaves
 
 from model import attention
 
@@ -18,30 +17,22 @@ OURS: dict[Callable, Callable] = {
     torch.ops.tilegpt.attention.default: attention.forward,
     torch.ops.tilegpt.attention_backward.default: attention.backward,
 }
-CACHE = 2**28  # bytes, five times the L2 cache of an H100
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a CPU torch raises a RuntimeError that only its text tells from others."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(text in str(error) for text in ("DefaultCPUAllocator", "out of memory"))
 
 
 def ms_of(action: Callable[[], object], device: torch.device) -> float:
     """The time of action() in ms, from an idle device to an idle device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     started = time.perf_counter()
     action()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize()
     return (time.perf_counter() - started) * 1e3
 
 
 def gpu_ms_of(action: Callable[[], object], device: torch.device) -> float:
     """The same by the GPU's own clock, with an L2 cache that is cleared. Clearing it eight times keeps an H100 busy for
     0.7 ms, in which Python launches the kernels; the time of a short kernel would be that of its launch otherwise."""
-    cache = torch.empty(CACHE, dtype=torch.int8, device=device)
+    cache = torch.empty(2**28, dtype=torch.int8, device=device)  # five times the L2 cache of an H100
     for _ in range(8):
         cache.zero_()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,7 +57,6 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
         with PeakBytes() as counted:
             action()
         return counted.peak
-    action()  # compiles, and allocates workspaces that stay
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     action()
@@ -74,37 +64,26 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
 
 
 class PeakBytes(TorchDispatchMode):
-    """The peak number of bytes in tensors that are made inside this context: exact, repeatable, on any device. (The
-    peak of the process would include the allocator's slack.)"""
+    """The peak number of bytes in tensors made inside this context: exact and repeatable, without allocators' slack."""
 
     def __init__(self):
         super().__init__()
-        self.alive = self.peak = 0
-        self.made: set[int] = set()  # addresses of the storages that were made inside and are still alive
+        self.peak = 0
+        self.made: WeakSet[torch.UntypedStorage] = WeakSet()  # inside, and still alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in OURS:  # our op is one call from outside
             with self:
                 return OURS[function](*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tensors_in([args, kwargs])}
+        given = {x.untyped_storage() for x in tensors_in([args, kwargs])}
         result = function(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tensors_in(result)):
-            key, size = storage.data_ptr(), storage.nbytes()
-            if size and key not in given and key not in self.made:
-                weakref.finalize(storage, self.freed, key, size)
-                self.made.add(key)
-                self.alive += size
-                self.peak = max(self.peak, self.alive)
+        self.made |= {x.untyped_storage() for x in tensors_in(result)} - given
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.made))
         return result
-
-    def freed(self, key: int, size: int) -> None:
-        self.made.remove(key)
-        self.alive -= size
 
 
 class Operations(TorchDispatchMode):
-    """Counts the words (numbers) that operations move: each reads its inputs from slow memory and writes its result
-    there. Views move nothing."""
+    """Counts the words (numbers) that operations read from slow memory and write there. Views move nothing."""
 
     words = 0
 
@@ -117,7 +96,4 @@ class Operations(TorchDispatchMode):
 
 def tensors_in(value) -> list[Tensor]:
     """The tensors among an operation's arguments or results, also inside tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [x for part in parts for x in tensors_in(part)]
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.problem import runs_kernels
 from model.attention import AttentionConfig, attention
 
 PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
-Attention = Callable[..., Any]  # o = f(q, k, v)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Case:
 
     @property
     def share(self) -> float:
-        """The share of the T x T pairs of query and key that is visible. A causal mask alone counts as one half, as is
-        usual, though the diagonal makes it slightly more."""
+        """The visible share of the T x T pairs of query and key. A causal mask alone counts as a half, as is usual."""
         if self.window is None:
             return 0.5 if self.causal else 1.0
         W = min(self.window, self.T)
@@ -48,34 +47,32 @@ class Case:
         return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
 
 
-def attention_of(name: str, case: Case, device: torch.device) -> Attention:
+def attention_of(name: str, case: Case, device: torch.device) -> Callable[..., Any]:
     """f in o = f(q, k, v). The mask, the seed and the compiled function are made here, so they are not timed. Raises
-    ImportError for a peer that is not installed, ValueError for what the implementation lacks."""
+    ValueError for what the implementation lacks; f raises ImportError if it is not installed."""
     if name in OURS:
         if name == "triton" and not runs_kernels(device):
-            raise ValueError(f"its kernels need an NVIDIA GPU from Ampere on, and this is {device}")
+            raise ValueError("its kernels need an NVIDIA GPU from Ampere on")
         block = 512 if device.type == "cuda" else 128  # of tiled
         config = AttentionConfig(name, block, block, window=case.window, dropout_p=case.dropout_p)
         seed = torch.tensor(case.T, device=device) if case.dropout_p else None
         return partial(attention, config=config, causal=case.causal, seed=seed)
-    make, lacks = PEERS[name]
+    peer, lacks = PEERS[name]
+    if device.type != "cuda" and name != "sdpa_flash":
+        raise ValueError("it needs an NVIDIA GPU")
     if missing := [what for what in lacks if getattr(case, what)]:
-        raise ValueError(f"has no {missing[0]}")
-    return make(case, device)
+        raise ValueError(f"it has no {missing[0]}")
+    return flex(case, device) if name == "flex" else partial(peer, case)
 
 
-def sdpa(backend: SDPBackend, case: Case, device: torch.device) -> Attention:
+def sdpa(backend: SDPBackend, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One of torch's kernels. If torch could choose, it might run another one than the table names."""
-
-    def run(q, k, v):
-        options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": k.shape[1] != q.shape[1]}
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=case.dropout_p, **options)
-
-    return run
+    options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": k.shape[1] != q.shape[1]}
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=case.dropout_p, **options)
 
 
-def flex(case: Case, device: torch.device) -> Attention:
+def flex(case: Case, device: torch.device) -> Callable[..., Any]:
     """FlexAttention, compiled for the case."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
@@ -90,20 +87,17 @@ def flex(case: Case, device: torch.device) -> Attention:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
-def flash4(case: Case, device: torch.device) -> Attention:
+def flash4(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention-4, which takes (B, T, H, D)."""
     from flash_attn.cute import flash_attn_func
 
-    def run(q, k, v):
-        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
-        o = found[0] if isinstance(found, tuple) else found  # some versions also return lse
-        return o.transpose(1, 2)
-
-    return run
+    found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+    o = found[0] if isinstance(found, tuple) else found  # some versions also return lse
+    return o.transpose(1, 2)
 
 
 OURS = ("naive", "tiled", "triton")
-PEERS: dict[str, tuple[Callable[..., Attention], tuple[str, ...]]] = {  # and what each lacks
+PEERS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and what each lacks
     "sdpa_flash": (partial(sdpa, SDPBackend.FLASH_ATTENTION), ("window",)),
     "sdpa_cudnn": (partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("window",)),
     "sdpa_efficient": (partial(sdpa, SDPBackend.EFFICIENT_ATTENTION), ("window",)),

@@ -4,64 +4,72 @@ B batch, T tokens, D head size, H query heads, H_kv key/value heads: q, o, do (B
 """
 
 import csv
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lab.meter import is_out_of_memory, median_ms, peak_bytes
-from lab.peers import IMPLS, OURS, PASSES, Attention, Case, attention_of
+from lab.meter import median_ms, peak_bytes
+from lab.peers import IMPLS, OURS, PASSES, Case, attention_of
 from training.machine import DTYPES, about
 
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D", "causal", "window"]
 COLUMNS += ["share", "dropout_p", "pass", "ms", "tflops", "peak_mib"]
 BOTH = "forward+backward"
+WORDS = {  # in the table, instead of numbers
+    "-": "it cannot run this; the reason is printed above",
+    "memory": "it ran out of memory",
+    "slow": "at its speed so far it would take longer than patience={patience:g} seconds",
+}
+told: set[tuple[str, str]] = set()  # who cannot run, and why
 
 
-def race(
-    series: list[list[Case]], impls: list[str], device: torch.device, dtype: str, patience: float, out: Path
-) -> None:
+def race(cases: list[Case], impls: list[str], device: torch.device, dtype: str, patience: float, out: Path):
     """Checks, races and draws. Appends a row for each measurement to out/results.csv, draws speed.png and memory.png.
-
-    series: lists of cases that differ in T and B alone, shortest first. patience: seconds.
-    Raises ValueError if nobody can run; RuntimeError if one of ours is wrong."""
-    facts, raced = about(device) | {"dtype": dtype}, list[dict]()
-    print("{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts), flush=True)
-    names = check(impls, small_cases(series), device, DTYPES[dtype])
-    if not names:
-        raise ValueError(f"impls={impls}: none of them can run here")
-    unit, scale = ("TFLOP/s", 1) if device.type == "cuda" else ("GFLOP/s", 1000)
-    for cases in series:
-        shared = ", ".join(f"{name}={x}" for name, x in asdict(cases[0]).items() if name not in "BT")
-        print(f"\n{shared}\n{'':27}" + "".join(f"{which:>18}" for which in PASSES))
-        print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>9}{unit:>9}" * 3 + f"{'x fastest':>10}{'MiB':>8}", flush=True)
-        found: dict[str, list[dict]] = {}  # of each implementation: the rows of the longest case so far
-        for case in cases:
-            x = attempt("inputs", inputs, case, device, DTYPES[dtype])
-            for name in names:
-                last = found[name][-1] if name in found else dict[str, Any](word="", tflops=None)
-                slow = last["tflops"] and case.flops(BOTH) / last["tflops"] / 1e12 > patience
-                word = last["word"] or ("slow" if slow else x if isinstance(x, str) else "")
-                found[name] = rows_of(case, name, word or attempt(name, weigh, name, case, x))
-            show(found, scale)
-            made = [facts | row for rows in found.values() for row in rows if row["word"] in ("", "memory")]
-            append(made, out / "results.csv")  # after each case: a race that is cut short keeps what it has
-            raced += made
-    if any(row["ms"] for row in raced):
-        picture(raced, "tflops", ["forward", "backward"], "linear", out / "speed.png")
-        picture(raced, "peak_mib", [BOTH], "log", out / "memory.png")
-    print(f"\nresults and pictures are in {out}")
+    cases: series, one after the other, of cases that differ in T and B alone, shortest first. patience: seconds.
+    Raises RuntimeError if one of ours is wrong."""
+    facts, words = about(device) | {"dtype": dtype}, set[str]()
+    out.mkdir(parents=True, exist_ok=True)
+    where = "{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts)
+    print(where, flush=True)
+    names = check(impls, cases, device, DTYPES[dtype])
+    raced: dict[str, list[dict]] = {}  # what the cases of a series share: its rows
+    for case in cases:
+        shared = ", ".join(f"{name}={x}" for name, x in asdict(case).items() if name not in "BT" and x is not None)
+        if shared not in raced:
+            raced[shared] = []
+            word, tflops = dict.fromkeys(names, ""), dict.fromkeys(names, math.inf)  # both at the length before
+            print(f"\n{shared}\n{'':27}" + "".join(f"{which:>20}" for which in PASSES))
+            print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>10}{'TFLOP/s':>10}" * 3 + f"{'MiB':>11}", flush=True)
+        for name in names:
+            slow = "slow" if case.flops(BOTH) / tflops[name] / 1e12 > patience else ""
+            found = word[name] or slow or attempt(name, case, device, DTYPES[dtype], partial(measure, case))
+            if isinstance(found, str):
+                word[name], numbers, found = found, f"{found:>10}", [{"pass": which} for which in PASSES]
+            else:
+                tflops[name] = found[-1]["tflops"]
+                numbers = "".join(f"{row['ms']:>10.4g}{row['tflops']:>10.4g}" for row in found)
+                numbers += f"{found[-1]['peak_mib']:>11.3f}"
+            print(f"{case.T:>7}{case.B:>4}  {name:14}{numbers}", flush=True)
+            words.add(word[name])
+            if word[name] in ("", "memory"):
+                rows = [facts | asdict(case) | {"impl": name, "share": case.share} | row for row in found]
+                append(rows, out / "results.csv")  # now, because a race that is cut short keeps what it has
+                raced[shared] += rows
+    print(*(f"\n{word}: {why.format(patience=patience)}" for word, why in WORDS.items() if word in words), sep="")
+    picture(raced, "tflops", ["forward", "backward"], "TFLOP/s (higher is better)", where, out / "speed.png")
+    picture(raced, "peak_mib", [BOTH], "peak memory, MiB (lower is better)", where, out / "memory.png")
+    print(f"results and pictures are in {out}")
 
 
 def append(rows: list[dict], table: Path) -> None:
-    table.parent.mkdir(parents=True, exist_ok=True)
     with open(table, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         if file.tell() == 0:
@@ -69,54 +77,20 @@ def append(rows: list[dict], table: Path) -> None:
         writer.writerows({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
 
 
-def rows_of(case: Case, name: str, measured: tuple[dict[str, float], float] | str) -> list[dict]:
-    """A row for each pass; without numbers if there is a word in their place: -, memory, slow."""
-    ms, peak = (dict.fromkeys(PASSES), None) if isinstance(measured, str) else measured
-    shape = asdict(case) | {"impl": name, "share": case.share, "word": measured if isinstance(measured, str) else ""}
-    rows = [{"pass": which, "ms": x, "tflops": x and case.flops(which) / x / 1e9} for which, x in ms.items()]
-    return [shape | row | {"peak_mib": peak if row["pass"] == BOTH else None} for row in rows]
-
-
-def show(found: dict[str, list[dict]], scale: float) -> None:
-    """Prints a line for each implementation: for each pass ms and FLOP/s; then the time of both passes relative to the
-    fastest, and their memory. Or a word instead of the numbers."""
-    fastest = min((rows[-1]["ms"] for rows in found.values() if rows[-1]["ms"]), default=0.0)
-    for name, rows in found.items():
-        last = rows[-1]
-        line = f"{last['T']:>7}{last['B']:>4}  {name:14}" + f"{last['word']:>9}" * bool(last["word"])
-        if last["ms"]:
-            line += "".join(f"{short(row['ms']):>9}{short(scale * row['tflops']):>9}" for row in rows)
-            line += f"{last['ms'] / fastest:>10.2f}{short(last['peak_mib']):>8}"
-        print(line, flush=True)
-
-
-def short(x: float) -> str:
-    """x with three digits, or as an integer if that has more."""
-    return f"{x:.0f}" if x >= 99.95 else f"{x:.3g}"
-
-
-def small_cases(series: list[list[Case]]) -> list[Case]:
-    """Cases to check: one for each mask, head size and dropout of the race, and the same without dropout."""
-    T = 333  # no tile size divides it; a window is cut so that it hides keys
-    found: dict[Case, None] = {}
-    for case, *_ in series:
-        window = None if case.window is None else min(T // 3, case.window)
-        small = replace(case, B=2, H=2, T=T, H_kv=None if case.H_kv is None else 1, window=window)
-        found |= {replace(small, dropout_p=0.0): None, small: None}
-    return list(found)
-
-
 def check(impls: list[str], cases: list[Case], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The implementations that are right: in every case that they can do, o, dq, dk and dv are each within
-    2 * (naive's error + eps * max |reference|) of naive in float64. Peers drop other weights than ours do, so they are
-    compared without dropout. Raises RuntimeError if one of ours is wrong."""
-    problems = [(case, *allowance(case, device, dtype)) for case in cases]
+    """The implementations that are right: in the small cases that they can run, o, dq, dk and dv are each within
+    2 * (naive's error + eps * max |reference|) of naive in float64. Raises RuntimeError if one of ours is wrong."""
+    T = 333  # no tile size divides it; a window is cut so that it hides keys
+    small = [replace(c, B=2, H=2, T=T, H_kv=c.H_kv and 1, window=c.window and min(T // 3, c.window)) for c in cases]
+    unique = dict.fromkeys(replace(case, dropout_p=p) for case in small for p in (0.0, case.dropout_p))
+    problems = [(case, *allowance(case, device, dtype)) for case in unique]
     right = []
     for name in impls:
         shares: list[float] = []  # of the allowed errors
-        for case, x, reference, allowed in problems:
-            found = "-" if case.dropout_p and name not in OURS else attempt(name, results, name, case, x)
-            if not isinstance(found, str):
+        for case, reference, allowed in problems:
+            found = attempt(name, case, device, dtype, forward_and_backward)
+            comparable = name in OURS or not case.dropout_p  # peers drop other weights than ours do
+            if comparable and not isinstance(found, str):
                 shares += [float((f - r).abs().max()) / a for f, r, a in zip(found, reference, allowed, strict=True)]
         wrong = not all(share <= 1 for share in shares)  # NaN is wrong
         if wrong and name in OURS:
@@ -127,15 +101,12 @@ def check(impls: list[str], cases: list[Case], device: torch.device, dtype: torc
     return right
 
 
-def allowance(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """A case's inputs, its o, dq, dk and dv in float64, and the error that is allowed in each of them."""
-    x = inputs(case, device, dtype)
-    reference = results("naive", case, [t.detach().double().requires_grad_() for t in x])
-    # A result that is 0 throughout, as dq of rows that see one key is, is rounded at the scale of the others.
-    largest, eps = [float(r.abs().max()) for r in reference], torch.finfo(dtype).eps
-    errors = [float((f - r).abs().max()) for f, r in zip(results("naive", case, x), reference, strict=True)]
-    allowed = [2 * (error + eps * (scale or max(largest))) for error, scale in zip(errors, largest, strict=True)]
-    return x, reference, allowed
+def allowance(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[float]]:
+    """A case's o, dq, dk and dv in float64, and the error that is allowed in each of them."""
+    x, naive = inputs(case, device, dtype), attention_of("naive", case, device)
+    reference = forward_and_backward(naive, [t.detach().double().requires_grad_() for t in x])
+    both, eps = zip(forward_and_backward(naive, x), reference, strict=True), torch.finfo(dtype).eps
+    return reference, [2 * float((f - r).abs().max() + eps * r.abs().max()) for f, r in both]
 
 
 def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -147,79 +118,62 @@ def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]
     return [torch.randn(s, generator=generator, device=device, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-def results(name: str, case: Case, x: list[Tensor]) -> list[Tensor]:
-    """o, dq, dk and dv of the implementation `name`. x: q, k, v and do."""
-    return forward_and_backward(attention_of(name, case, x[0].device), x)
-
-
-def forward_and_backward(f: Attention, x: list[Tensor]) -> list[Tensor]:
+def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
+    """o, dq, dk and dv of an implementation. x: q, k, v and do."""
     o = f(*x[:3])
     return [o.detach(), *torch.autograd.grad(o, x[:3], x[3])]
 
 
-def weigh(name: str, case: Case, x: list[Tensor]) -> tuple[dict[str, float], float]:
-    """The ms of each pass, and the peak memory of both together in MiB."""
-    f, device = attention_of(name, case, x[0].device), x[0].device
+def measure(case: Case, f: Callable, x: list[Tensor]) -> list[dict]:
+    """For each pass: pass, ms, tflops (TFLOP/s). For both together also peak_mib (MiB), the peak beyond the inputs."""
+    device = x[0].device
+    forward_and_backward(f, x)  # compiles, and allocates workspaces that stay
     peak = peak_bytes(partial(forward_and_backward, f, x), device)
     forward = median_ms(lambda: f(*x[:3]), device)
     backward = median_ms(lambda o: torch.autograd.grad(o, x[:3], x[3]), device, lambda: (f(*x[:3]),))
-    return {"forward": forward, "backward": backward, BOTH: forward + backward}, peak / 2**20
+    times = dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+    rows = [{"pass": which, "ms": ms, "tflops": case.flops(which) / ms / 1e9} for which, ms in times.items()]
+    rows[-1]["peak_mib"] = peak / 2**20
+    return rows
 
 
-def attempt(name: str, action: Callable, *arguments):
-    """Returns action(*arguments), or a word: "memory" if it ran out of memory, "-" if the implementation cannot do it.
-    Prints why, once. Other errors of ours are bugs and are raised."""
+def attempt(name: str, case: Case, device: torch.device, dtype: torch.dtype, action: Callable):
+    """Returns action(f, x) for o = f(*x[:3]), or a word: "memory" if it ran out of memory, "-" if the implementation
+    cannot run, and prints why, once. Other errors of ours are bugs and are raised."""
     try:
         # torch says in a warning why it has no kernel, then raises an error without the reason.
         with warnings.catch_warnings(record=True) as said:
-            return action(*arguments)
-    except (ImportError, RuntimeError, AssertionError, ValueError, MemoryError) as error:
-        if is_out_of_memory(error):
+            return action(attention_of(name, case, device), inputs(case, device, dtype))
+    except (ImportError, RuntimeError, AssertionError, ValueError) as error:
+        if any(text in str(error) for text in ("out of memory", "DefaultCPUAllocator")):
             return "memory"
-        if name in OURS and not isinstance(error, ValueError | ImportError):
+        if name in OURS and not isinstance(error, ValueError):
             raise
-        why = str(said[-1].message) if said and isinstance(error, RuntimeError) else str(error)
-        say(f"{name}: {why.partition(' (Triggered')[0].strip().partition(chr(10))[0]}")
+        why = str(said[-1].message if said and isinstance(error, RuntimeError) else error)
+        first_sentence = why.partition("\n")[0].partition(". ")[0].removesuffix(".")
+        if (name, first_sentence) not in told:
+            told.add((name, first_sentence))
+            print(f"{name}: cannot run {'with dropout ' if case.dropout_p else ''}here ({first_sentence})", flush=True)
         return "-"
 
 
-@cache
-def say(line: str) -> None:
-    """Prints a line, once."""
-    print(line, flush=True)
-
-
-def picture(rows: list[dict], value: str, passes: list[str], scale: str, path: Path) -> None:
-    """Draws row[value] over length: a row of panels for each series, a column for each pass. scale: of the vertical
-    axis, linear or log."""
-    keys = ("D", "H", "H_kv", "causal", "window", "dropout_p")
-    series = list({tuple(row[key] for key in keys): None for row in rows})
-    figure = Figure(figsize=(11, 3.2 * len(series) + 1.5), layout="constrained")
-    where = "{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**rows[0])
-    figure.suptitle(f"attention: {value}\n{where}", fontsize=11)
-    grid = figure.subplots(len(series), len(passes), squeeze=False)
-    for one, line in zip(series, grid, strict=True):
-        for which, axes in zip(passes, line, strict=True):
-            wanted = dict(zip(keys, one, strict=True)) | {"pass": which}
-            plot(axes, [row for row in rows if wanted.items() <= row.items()], value)
-            shown = ", ".join(f"{key} {x}" for key, x in wanted.items() if x is not None and key != "pass")
-            axes.set_title(f"{which}: {shown}", fontsize=9)
-            axes.set_yscale("log") if scale == "log" else axes.set_ylim(0)
+def picture(raced: dict[str, list[dict]], value: str, passes: list[str], what: str, where: str, path: Path) -> None:
+    """Draws row[value] over length: a row of panels for each series, a column for each pass, a line for each
+    implementation, solid for ours. what: the meaning and unit of `value`. where: device and versions."""
+    figure = Figure(figsize=(11, 3.2 * len(raced) + 1.5), layout="constrained")
+    figure.suptitle(where, fontsize=11)
+    grid = figure.subplots(len(raced), len(passes), squeeze=False)
+    for (shared, which), axes in zip(product(raced, passes), grid.flat, strict=True):
+        for n, impl in enumerate(IMPLS):
+            found = {row["T"]: row.get(value) for row in raced[shared] if (row["impl"], row["pass"]) == (impl, which)}
+            died = [f" (out of memory at {T:,})" for T, y in found.items() if y is None]
+            style = f"C{n}{'osD^vPX*'[n]}{'-' if impl in OURS else '--'}"
+            if found:
+                axes.plot([*found], [y or math.nan for y in found.values()], style, label="".join([impl, *died[:1]]))
+        axes.set_title(f"attention {which}: {what}\n{shared}", fontsize=9)
+        axes.set_yscale("log") if value == "peak_mib" else axes.set_ylim(0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set(xlabel="context length T (tokens)", ylabel=what)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=100)
-
-
-def plot(axes: Axes, rows: list[dict], value: str) -> None:
-    """A line for each implementation, solid for ours. Its label says where it ran out of memory."""
-    for n, impl in enumerate(IMPLS):
-        found = {row["T"]: row[value] for row in rows if row["impl"] == impl}
-        died = [T for T, y in found.items() if not y]
-        ended = {T: y for T, y in found.items() if y}
-        if found:
-            label = impl + (f" (out of memory at {died[0]:,})" if died else "")
-            axes.plot([*ended], [*ended.values()], f"C{n}{'osD^vPX*'[n]}{'-' if impl in OURS else '--'}", label=label)
-    lengths = sorted({row["T"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{T:,}" for T in lengths], minor=False)
-    axes.set_xlabel("context length T (tokens)")
-    axes.grid(alpha=0.3)

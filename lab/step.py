@@ -11,17 +11,15 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from data.loader import Batch
-from lab.meter import ms_of
+from lab.meter import ms_of, peak_bytes
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from training.machine import about, set_precision
@@ -30,7 +28,6 @@ from training.step import TrainStep
 
 GPT2 = GPTConfig(vocab_size=50_304, bias=False)
 NANO = GPTConfig(n_layer=4, n_head=4, n_embd=128, vocab_size=256, mlp="gelu", bias=False)  # for two CPU cores
-TOKENS = {"cuda": 65_536, "cpu": 4096}  # of a step
 LR, OPTIMIZER = 6e-4, OptimizerConfig()
 WARM_UP, TURNS, STEPS = 5, 5, 4  # steps before the first turn; turns of each side; steps of a turn
 Step = Callable[[Batch], None]  # makes one update; may return before the GPU has made it
@@ -38,8 +35,12 @@ Step = Callable[[Batch], None]  # makes one update; may return before the GPU ha
 
 def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
     """Prints for each context length: ms a step of both sides (medians of turns A B A B in one process), their ratio,
-    and the peak memory of each. peer: path of nanoGPT's model.py. Raises ValueError for another file."""
-    cuda, tokens, module = device.type == "cuda", TOKENS.get(device.type, 4096), load(Path(peer))
+    and the peak memory of each in GiB. peer: path of nanoGPT's model.py."""
+    spec: Any = importlib.util.spec_from_file_location("peer_model", peer)
+    sys.modules["peer_model"] = module = importlib.util.module_from_spec(spec)  # a dataclass looks its module up
+    spec.loader.exec_module(module)
+    cuda = device.type == "cuda"
+    tokens = 65_536 if cuda else 4096  # of a step
     autocast = set_precision("bf16" if cuda else "float32", device)
     print("{device}, torch {torch}, triton {triton}, commit {commit}".format(**about(device)))
     print(f"{tokens:,} tokens a step; the ratio is nanoGPT's ms / ours, with the slowest and the fastest turn\n")
@@ -48,29 +49,24 @@ def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
         torch.compiler.reset()  # or a model of another length would be compiled for variable lengths
         config = replace(GPT2 if cuda else NANO, context_length=T, residual_dtype=residual_dtype)
         batches = some_batches(config, max(1, tokens // T), device)
-        ours, our_gib = warm(partial(our_step, config, autocast, device), batches, device)
-        theirs, their_gib = warm(partial(their_step, module, config, autocast, device), batches, device)
-        turns = [(turn(ours, batches, device), turn(theirs, batches, device)) for _ in range(TURNS)]
-        ratios = [b / a for a, b in turns]
+        builds = partial(our_step, config, autocast, device), partial(their_step, module, config, autocast, device)
+        sides, gib = list[Step](), list[float]()  # frees the sides of the length before
+        for build in builds:
+            gc.collect()
+            torch.cuda.empty_cache()
+            gib.append(peak_bytes(partial(begin, build, batches, sides), device) / 2**30)
+        turns = [[turn(step, batches, device) for step in sides] for _ in range(TURNS)]
+        ratios = [theirs / ours for ours, theirs in turns]
         ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         ms = "".join(f"{median(side):>12.1f}" for side in zip(*turns, strict=True))
-        print(f"{T:>7}  {residual_dtype:12}{ms}{ratio:>25}{our_gib:>10.1f}{their_gib:>13.1f}", flush=True)
-        del ours, theirs  # their memory is free before the next ones are made
+        print(f"{T:>7}  {residual_dtype:12}{ms}{ratio:>25}{gib[0]:>10.2f}{gib[1]:>13.2f}", flush=True)
 
 
-def warm(build: Callable[[], Step], batches: list[Batch], device: torch.device) -> tuple[Step, float]:
-    """Builds one side and makes its first steps. Returns its step and, on a GPU, its peak memory in GiB beyond what was
-    there before. (A recorded step takes its memory when it is recorded, in these steps.)"""
-    gc.collect()
-    cuda, before = device.type == "cuda", 0
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    step = build()
+def begin(build: Callable[[], Step], batches: list[Batch], sides: list[Step]) -> None:
+    """Builds a side and makes its first steps. A recorded step takes its memory when it is recorded, in these steps."""
+    sides.append(build())
     for batch in batches:
-        step(batch)
-    return step, (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else 0.0
+        sides[-1](batch)
 
 
 def turn(step: Step, batches: list[Batch], device: torch.device) -> float:
@@ -78,8 +74,8 @@ def turn(step: Step, batches: list[Batch], device: torch.device) -> float:
     return ms_of(lambda: [*map(step, batches[:STEPS])], device) / STEPS
 
 
-def our_step(config: GPTConfig, autocast: AbstractContextManager, device: torch.device) -> Step:
-    """The step of train.py."""
+def our_step(config: GPTConfig, autocast, device: torch.device) -> Step:
+    """The step of train.py. autocast: a context manager."""
     model = GPT(config, resolve(AttentionConfig(), device.type, config.head_size, config.context_length)).to(device)
     scaler, mode = torch.amp.GradScaler(device.type, enabled=False), "graph" if device.type == "cuda" else "eager"
     train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, autocast, mode)
@@ -93,12 +89,11 @@ def our_step(config: GPTConfig, autocast: AbstractContextManager, device: torch.
     return step
 
 
-def their_step(module: ModuleType, config: GPTConfig, autocast: AbstractContextManager, device: torch.device) -> Step:
-    """nanoGPT's step: its model, compiled on a GPU; its optimizer, fused AdamW; its loop."""
+def their_step(module, config: GPTConfig, autocast, device: torch.device) -> Step:
+    """nanoGPT's step: the model of its module, compiled on a GPU; its optimizer, fused AdamW; its loop."""
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "bias", "vocab_size")}
     model = module.GPT(module.GPTConfig(block_size=config.context_length, dropout=0.0, **sizes)).to(device)
-    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-    optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LR, betas, device.type)
+    optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LR, (OPTIMIZER.beta1, OPTIMIZER.beta2), device.type)
     loss_of, steps = torch.compile(model) if device.type == "cuda" else model, itertools.count(1)
 
     def step(batch: Batch) -> None:
@@ -115,19 +110,8 @@ def their_step(module: ModuleType, config: GPTConfig, autocast: AbstractContextM
     return step
 
 
-def load(path: Path) -> ModuleType:
-    """nanoGPT's model.py as a module. ValueError if it is not there."""
-    spec = importlib.util.spec_from_file_location("peer_model", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"peer={path} is no Python file; give the path of nanoGPT's model.py")
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # a dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def some_batches(config: GPTConfig, B: int, device: torch.device) -> list[Batch]:
     """Batches of random tokens, (1, B, T) as TrainStep takes them, on the host: no side waits for its data."""
-    size = (WARM_UP, 1, B, config.context_length + 1)
-    windows = torch.randint(config.vocab_size or 1, size, generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(config.vocab_size or 1, (WARM_UP, 1, B, config.context_length + 1))
     batches = [Batch(w[..., :-1].contiguous(), w[..., 1:].contiguous(), None) for w in windows]
     return [batch.each(torch.Tensor.pin_memory) for batch in batches] if device.type == "cuda" else batches

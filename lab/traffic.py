@@ -16,8 +16,8 @@ def traffic(lengths: list[int], D: int, on_chip: list[int], causal: bool) -> Non
     """Prints the words that one forward and one backward of one head move, counted and predicted, for each N and M."""
     print(f"one head of size {D}, {'causal' if causal else 'not causal'}; in brackets what is predicted for large N\n")
     print(f"{'N':>8}{'M':>9}  {'':7}{'words of a forward':>30}{'of a backward':>30}", flush=True)
-    for N, M, impl in product(sorted(lengths), sorted(on_chip), ("naive", "tiled")):
-        cells = [(count(impl, N, D, M, causal, x), predicted(impl, N, D, M, causal, x)) for x in (False, True)]
+    for N, M, impl in product(lengths, on_chip, ("naive", "tiled")):
+        cells = zip(count(impl, N, D, M, causal), predicted(impl, N, D, M, causal), strict=True)
         line = "".join(f"{words:>15,}{f'({expected:,.0f})':>15}" for words, expected in cells)
         print(f"{N:>8}{M:>9}  {impl:7}{line}", flush=True)
 
@@ -28,42 +28,31 @@ def tile_of(D: int, M: int) -> tuple[int, int]:
     return min(block_n, D), block_n
 
 
-def count(impl: str, N: int, D: int, M: int, causal: bool, backward: bool) -> int:
-    """Words moved by one forward, or one backward, of one head.
+def count(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[int, int]:
+    """Words moved by one forward, and by one backward, of one head.
 
     naive: each operation reads its inputs and writes its result. tiled: q, o and lse of each row once (in a backward q,
     do, dq, lse and delta), and k and v for each tile that it visits (in a backward also dk and dv, in and out)."""
-    q, k, v, do = (x.requires_grad_(backward) for x in torch.randn(4, 1, 1, N, D))
+    q, k, v, do = torch.randn(4, 1, 1, N, D, requires_grad=True)  # each (1, 1, N, D)
     config = AttentionConfig(impl, *tile_of(D, M))
     if impl == "naive":
         with Operations() as forward:
             o = attention(q, k, v, config, causal=causal)
-        if not backward:
-            return forward.words
-        with Operations() as counted:
+        with Operations() as backward:
             torch.autograd.grad(o, (q, k, v), do)
-        return counted.words
-    keys: list[int] = []  # of each visit
-
-    def watch(rows: range, columns: range, **_) -> None:
-        keys.append(len(columns))
-
-    problem = problem_of(q, k, v, config, causal)
-    with torch.no_grad():
-        o, _, lse2 = tiled.forward(q, k, v, problem, *tile_of(D, M), watch)
-        if not backward:
-            return N * (2 * D + 1) + 2 * D * sum(keys)
-        keys.clear()
-        tiled.backward(q, k, v, o, lse2, do, None, problem, *tile_of(D, M), watch)
-    return N * (3 * D + 2) + 6 * D * sum(keys)
+        return forward.words, backward.words
+    tiles = tiled.tiles_of(problem_of(q, k, v, config, causal), *tile_of(D, M), q.device)  # of the loops of both passes
+    visited = sum(len(columns) for _, row_of_tiles in tiles for columns, _ in row_of_tiles)
+    return N * (2 * D + 1) + 2 * D * visited, N * (3 * D + 2) + 6 * D * visited
 
 
-def predicted(impl: str, N: int, D: int, M: int, causal: bool, backward: bool) -> float:
-    """The words for large N.
+def predicted(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[float, float]:
+    """The same for large N.
 
     naive: the forward reads or writes a table of N x N 18 times, the backward 27 times. A causal mask takes another 4.
     tiled: has N / block_m tiles of rows. For each of them and each key the forward moves 2 D words, the backward 6 D. A
     causal mask halves the keys."""
     if impl == "naive":
-        return (27.0 if backward else 18.0 + 4 * causal) * N * N
-    return N / tile_of(D, M)[0] * N * (0.5 if causal else 1) * D * (6 if backward else 2)
+        return (18.0 + 4 * causal) * N * N, 27.0 * N * N
+    visited = N / tile_of(D, M)[0] * N * (0.5 if causal else 1)
+    return 2 * D * visited, 6 * D * visited
