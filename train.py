@@ -75,7 +75,7 @@ class Run:
     unfinished: bool  # a signal has cut the evaluation of this step short
     signal: int = 0  # that ends the run; 0: none
     start: float = 0.0  # when the run's time was 0, by time.perf_counter(); time before a resume counts
-    clock: float = 0.0  # when the last update's numbers arrived
+    last_logged: float = 0.0  # when the numbers of the last update arrived
 
     def sync_time_and_signal(self) -> int:
         """Sets the time and the signal, the same on all ranks. Returns the signal."""
@@ -187,7 +187,7 @@ def introduce(run: Run, source: Path | None) -> None:
     say(f"run: {run.metrics.folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
-    lr = learning_rate(cfg.place(max(1, run.step), run.seconds), cfg.steps, cfg.optimizer)
+    lr = learning_rate(cfg.place(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
     say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to {end}")
 
@@ -202,17 +202,18 @@ def on_signal(number: int, frame) -> None:
 
 
 def train(run: Run) -> int:
-    """Returns the exit code. The host enqueues an update, then logs the one before: so a GPU never waits."""
+    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest, so
+    the GPU never waits for it."""
     cfg, train_step, say = run.cfg, run.train_step, run.metrics.say
     pending: list[tuple[int, float, PendingStats, Batch, dict]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
     run.start = time.perf_counter() - run.seconds
-    if run.is_over():
+    if run.is_over() and not run.unfinished:
         say(f"nothing to train: it has made {run.step} steps in {run.seconds / 60:.1f} minutes")
     stopped = run.unfinished and finish_step(run)
-    run.clock = time.perf_counter()
+    run.last_logged = time.perf_counter()
     while not (stopped or run.is_over()):
         batch = next_batch(run)
         run.step += 1
@@ -223,13 +224,13 @@ def train(run: Run) -> int:
         intervals = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
         due = run.signal or run.step in run.checks or any(map(run.is_due, intervals))
         while pending and (due or len(pending) > train_step.ahead):
-            step, lr, update, batch, rng = pending.pop(0)
-            stats = log(run, step, lr, update)
+            step, rate, update, its_batch, its_rng = pending.pop(0)
+            stats = log(run, step, rate, update)
             if stats.stopped:
-                return stop_at_nan(run, step, stats, batch, rng)
+                return stop_at_nan(run, step, stats, its_batch, its_rng)
         if due:
             stopped = finish_step(run)
-            run.clock = time.perf_counter()
+            run.last_logged = time.perf_counter()
     loss, step = run.metrics.best
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}")
     if stopped:
@@ -244,7 +245,7 @@ def train(run: Run) -> int:
 def next_batch(run: Run) -> Batch:
     """The batch of the next step, (passes, B, T). No thread draws ahead: it takes a millisecond."""
     cfg, length = run.cfg, run.cfg.length(run.step + 1)
-    if length != run.loader.context_length:  # the warm-up of the length is over
+    if length != run.loader.context_length:  # the warm-up of the length is over: the text begins anew
         run.loader = make_loader(cfg, run.dataset, run.ranks, length)
     passes = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
     x, y, documents = zip(*(run.loader.next() for _ in range(passes)), strict=True)
@@ -255,7 +256,7 @@ def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
     """Waits for an update and logs it."""
     cfg, train_step, device = run.cfg, run.train_step, run.train_step.device
     stats, now = update.wait(), time.perf_counter()
-    seconds, run.clock = now - run.clock, now
+    seconds, run.last_logged = now - run.last_logged, now
     speed = run.tokens_per_step / seconds
     left = min(run.seconds / step * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
     peak = machine.peak_flops(device) if run.facts["dtype"] != "float32" else None
@@ -341,10 +342,9 @@ def sample(run: Run) -> None:
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     stream, end = TextStream(encoding), encoding.eot_token
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
-    # FSDP2 gathers weights on all ranks together: all make the same tokens, without a cache, which has a CUDA graph.
-    options = run.cfg.sample_tokens, Sampler(), generator, not run.cfg.parallel.shard
+    begin, cache = torch.tensor([[end]], device=device), not run.cfg.parallel.shard  # FSDP2 gathers weights from Python
     with run.train_step.autocast, run.train_step.uncompiled():
-        made = map(int, generate(model, torch.tensor([[end]], device=device), *options))
+        made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
     run.metrics.sample(run.step, text + stream.flush())
     model.train()

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
         """The batch with change() applied to each tensor."""
         return Batch(change(self.x), change(self.y), None if self.documents is None else change(self.documents))
 
-    def parts(self) -> Iterator["Batch"]:
+    def micro_batches(self) -> Iterator["Batch"]:
         """The batch without its first axis, once for each index of it."""
         return (self.each(itemgetter(i)) for i in range(len(self.x)))
 

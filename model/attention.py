@@ -1,9 +1,9 @@
-"""Attention in four implementations, with the same arguments and the same results.
+"""Attention in four implementations, with the same arguments. The first three have the same results, dropout included.
 
     naive     the definition: builds the T x T_k matrix of weights; below
     tiled     FlashAttention in plain PyTorch, one tile at a time: model/tiled.py
     triton    the same as GPU kernels: kernels/launch.py
-    sdpa      PyTorch's own; below
+    sdpa      PyTorch's own, with fewer options and another dropout mask; below
 
 B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H is a multiple), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
@@ -206,7 +206,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 
 # --- tiled and triton -------------------------------------------------------------------------------------------------
-# One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse.
+# One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse2.
 # Its arguments (`rest`, after the tensors) are the fields of Problem, because an op takes no dataclass; then impl and
 # the tile sizes.
 
@@ -237,8 +237,8 @@ def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, ...]:
 REST = f"{FIELDS}, str impl, SymInt block_m, SymInt block_n"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
 torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
-GRADIENTS = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({GRADIENTS}, {REST}) -> (Tensor, Tensor, Tensor)")
+BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
+torch.library.define("tilegpt::attention_backward", f"({BACKWARD}, {REST}) -> (Tensor, Tensor, Tensor)")
 torch.library.impl("tilegpt::attention", "default", forward)
 torch.library.impl("tilegpt::attention_backward", "default", backward)
 flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
@@ -260,6 +260,7 @@ def keep_for_backward(ctx, inputs, output):
     o, _, lse2 = output
     ctx.mark_non_differentiable(lse2)
     ctx.set_materialize_grads(False)
+    # Of Problem's fields documents, blocks, slopes and seed are tensors, which are saved as such.
     ctx.rest = [None if isinstance(x, Tensor) else x for x in rest]
     ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in rest))
 
@@ -283,8 +284,8 @@ def resolve(
 ) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a GPU: tiled, so that the code to read is the code that runs. On a GPU: sdpa; but triton for sampling, for
-    what sdpa lacks, for our dropout, for a failure, and where a training is faster with it.
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton for sampling,
+    for what sdpa lacks, for our dropout, for a failure, and where a training is faster with it.
     """
     if config.impl != "auto":
         return config

@@ -11,7 +11,8 @@ from model.attention import AttentionConfig, alibi_slopes, attention
 class LayerCache:
     def __init__(self, cache: "KVCache", shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.cache = cache
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")  # (B, H_kv, T, D)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (B, H_kv, T, D)
+        self.v = torch.zeros_like(self.k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others) -> Tensor:
         """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:

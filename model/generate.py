@@ -1,7 +1,7 @@
 """Generating text: choose the next token from the logits, append it, repeat.
 
-With a cache the prompt runs once, and then each token alone. A text that is longer than the context goes on from its
-last half, with and without a cache.
+With a cache the prompt runs once, and then each token alone. Of a prompt that is longer than the context, the end is
+read. A text that outgrows the context goes on from its last half, with and without a cache.
 """
 
 from collections.abc import Iterator
@@ -105,5 +105,5 @@ class Step:
         else:
             self.graph.replay()
         self.count += 1
-        self.cache.length += 1
+        self.cache.length += 1  # with run()'s position: cache.advance(1)
         return self.token.clone()

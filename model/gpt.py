@@ -88,7 +88,7 @@ def rope_table(positions: Tensor, D: int, base: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of x (B, H, T, D): pairs (i, i + D/2), as in Llama."""
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of x (B, H, T, D): pairs (i, i + D/2), as in GPT-NeoX."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = rope
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -118,12 +118,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU has a gate (arXiv 2002.05202): a third matrix, so with a width of 8/3 C it is as large as 4 C without."""
+    """SwiGLU (arXiv 2002.05202) has a third matrix, the gate. With a width of 8/3 C it is as large as 4 C without."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         gated = config.mlp == "swiglu"
-        hidden = config.mlp_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
+        usual = 64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd  # 8/3 C in whole 64s, or 4 C
+        hidden = config.mlp_hidden or usual
         self.act: Callable[[Tensor], Tensor] = F.silu if gated else ACTIVATIONS[config.mlp]
         self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
@@ -152,8 +153,6 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
-        if config.recompute == "selective" and attention_config.impl == "naive":
-            raise ValueError("model.recompute=selective keeps o and lse, not naive's weights; use model.recompute=true")
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.context_length, config.n_embd) if config.position == "learned" else None
@@ -177,8 +176,9 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, sequence=None):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends,
-        a KVCache (then only the last logits come, (B, 1, V)) or Ulysses; None: these are whole sequences.
+        documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
+        KVCache (then only the last logits come, (B, 1, V)), Ulysses or a probe's Recorder, each with positions(T) and
+        layers[i].attend(). None: these are whole sequences.
         """
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
@@ -230,11 +230,14 @@ def keep_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def draws_from_torch(config: GPTConfig, attention: AttentionConfig) -> bool:
+    """Whether dropout draws from torch's generator, as that of nn.Dropout and sdpa does. Ours has the seed."""
+    return config.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
+
+
 def recomputed(block: Any, x: Tensor, rope, seed, documents, layer) -> Tensor:
     """block(...), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
-    config, dropout_p = block.config, block.attention.attention_config.dropout_p
-    # nn.Dropout and sdpa draw from torch's generator, so its state is kept; our attention has the seed.
-    restore = config.dropout_p > 0 or (block.attention.attention_config.impl == "sdpa" and dropout_p > 0)
+    restore = draws_from_torch(block.config, block.attention.attention_config)
     more: Any = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
-    more = more if config.recompute == "selective" else {}
+    more = more if block.config.recompute == "selective" else {}
     return checkpoint(block, x, rope, seed, documents, layer, use_reentrant=False, preserve_rng_state=restore, **more)

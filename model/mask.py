@@ -56,15 +56,15 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
         all_ = all_ & (left > bottom - problem.window) & (right < top + problem.window)
     if problem.blocks is not None:  # how many blocks of a tile are on, by a summed-area table
         sums = torch.nn.functional.pad(problem.blocks.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
-        a, b, c, d = (x.clamp(min=0) // problem.block_size for x in (top, bottom, left, right))
-        on = sums[b + 1, d + 1] - sums[a, d + 1] - sums[b + 1, c] + sums[a, c]
-        some, all_ = some & (on > 0), all_ & (on == (b + 1 - a) * (d + 1 - c))
+        i0, i1, j0, j1 = (x.clamp(min=0) // problem.block_size for x in (top, bottom, left, right))
+        on = sums[i1 + 1, j1 + 1] - sums[i0, j1 + 1] - sums[i1 + 1, j0] + sums[i0, j0]
+        some, all_ = some & (on > 0), all_ & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
     some, all_ = some[None], all_[None]
     if problem.documents is not None:  # the lowest and the highest document of each tile
         r0, r1 = (x[:, :, None] for x in ends(problem.documents[:, problem.T_k - problem.T :], block_m))
         k0, k1 = (x[:, None] for x in ends(problem.documents, block_n))
         some, all_ = some & (k0 <= r1) & (r0 <= k1), all_ & (r0 == r1) & (r0 == k0) & (k0 == k1)
-    return some, some & all_
+    return some, all_
 
 
 def ends(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:

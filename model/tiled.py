@@ -22,7 +22,7 @@ from model.mask import positions, tile_table, visible
 
 INF = math.inf
 LOG2E = math.log2(math.e)
-TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a key: its largest weight is 1
+TINY = torch.finfo(torch.float32).tiny  # l is 1 or more in a row that sees a key, so the clamp changes l = 0 alone
 
 Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...) is called after each tile
 
@@ -88,13 +88,13 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, block_m: int, block_n
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)  # contiguous, as the fake says
     for rows, tiles in tiles_of(problem, block_m, block_n, q.device):
         q_i = tile(q, rows)
-        do_i, delta_i, lse_i = tile(do, rows), tile(delta, rows), tile(lse2, rows)
+        do_i, delta_i, lse2_i = tile(do, rows), tile(delta, rows), tile(lse2, rows)
         dq_i = torch.zeros_like(q_i)
         for columns, cut in tiles:
             k_j, v_j, dk_j, dv_j = (tile(x, columns) for x in (k, v, dk, dv))  # views
             s, softcap_grad = scores(q_i, k_j, rows, columns, cut, problem)
             s_copy = None if watch is None else s.clone()
-            p = s.sub_(lse_i).exp2_()  # 8, in place: a new tensor for each result took a third longer
+            p = s.sub_(lse2_i).exp2_()  # 8, in place: a new tensor for each result took a third longer
             z = dropout_factor(p, rows, columns, problem)  # the same bits as in the forward
             zp = (p if z is None else z * p).to(dtype).to(p.dtype)
             dv_j += zp.mT @ do_i  # 9 (baddbmm_ into a slice would run one head at a time)
@@ -141,7 +141,7 @@ def dropout_factor(p: Tensor, rows: range, columns: range, problem: Problem) -> 
 
 
 def by_key_head(H_kv: int, *tensors: Tensor) -> list[Tensor]:
-    """(B, H or H_kv, T, D) to (N, G or 1, T, D), contiguous, in the dtype of sums."""
+    """(B, H or H_kv, T, D) to (N, G or 1, T, D), in the dtype of sums."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return [x.to(wide).reshape(x.shape[0] * H_kv, x.shape[1] // H_kv, *x.shape[2:]) for x in tensors]
 

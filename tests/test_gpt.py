@@ -278,7 +278,6 @@ def test_parameter_counts_of_the_presets():
         ({"n_head": 5}, "n_head=5"),
         ({"n_kv_head": 3}, "n_kv_head=3"),
         ({"n_head": 32, "position": "rope"}, "is odd"),
-        ({"recompute": "selective"}, "selective"),
         ({"mlp": "relu"}, "relu"),
         ({"context_length": 63}, "64 tokens"),
     ],

@@ -261,6 +261,8 @@ def name_of(cfg: Config, resumed: Checkpoint | None) -> str:
 def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device: torch.device) -> None:
     """ValueError for an attention that cannot run in one of the layers."""
     T, D = cfg.model.context_length, cfg.model.head_size
+    if cfg.model.recompute == "selective" and attention.impl == "naive":
+        raise ValueError("model.recompute=selective keeps o and lse, not naive's weights; use model.recompute=true")
     if attention.impl == "triton":
         if not find_spec("triton"):
             raise ValueError("attention=triton: Triton, which is made for Linux, is not installed; use attention=tiled")

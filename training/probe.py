@@ -179,7 +179,7 @@ def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place
     Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
     state before the pass. None if the NaN does not begin in attention."""
     set_rng_state(rng)  # so the dropout is that of the step
-    for part in batch.parts():
+    for part in batch.micro_batches():
         before = rng_state()
         x, y, documents = part.to(step.device)
         with step.autocast, step.uncompiled():

@@ -11,7 +11,7 @@ update() is the step, and it is the same code in all three modes:
                instead of 12)
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
-itself skips a bad update and all after it. When the host learns of it, one or two steps later, the weights are still
+itself skips a bad update and all after it. When the host learns of it, up to two steps later, the weights are still
 those before the NaN.
 
 B batch size, T sequence length. A step's batch has an axis in front, the passes: (passes, B, T).
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.loader import Batch
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, draws_from_torch
 from training.parallel import ALONE, Ranks
 
 AHEAD = {"cuda": 2}  # updates that may be enqueued before the host waits for the oldest; elsewhere none
@@ -59,14 +59,12 @@ def choose_mode(
     wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool = False
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
-    # These draw from torch's generator. With recompute, Python saves and restores its state (recomputed() in gpt.py).
-    draws = model.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
     obstacle = None
     if device.type != "cuda":
         obstacle = f"a CUDA graph needs a CUDA GPU, not device={device.type}"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.recompute != "false" and draws:
+    elif model.recompute != "false" and draws_from_torch(model, attention):
         obstacle = f"model.recompute={model.recompute} with dropout reads the random state in Python"
     elif sharded:
         obstacle = "parallel.shard=true gathers weights from Python"
@@ -102,7 +100,6 @@ class TrainStep:
                 block.compile(dynamic=False)
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
-        self.capture_at = WARM_UP
         self.graph: torch.cuda.CUDAGraph | None = None
         # A CUDA graph has the addresses of what it reads and writes, so these tensors stay where they are.
         self.batch: Batch | None = None
@@ -123,11 +120,12 @@ class TrainStep:
             self.graph, self.capture_at = None, self.steps + WARM_UP
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
         self.batch.copy_(batch.each(Tensor.pin_memory) if cuda else batch)
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            if isinstance(group["lr"], Tensor):  # on a GPU, where a graph would keep a number as it was when captured
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):  # on a GPU, where a graph would keep a number as it was
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
         if self.mode == "graph" and self.graph is None and self.steps == self.capture_at:
             self.graph = self.capture(self.batch)
         if self.graph is not None:
@@ -146,7 +144,7 @@ class TrainStep:
         """The step: everything that the device does with a batch."""
         # Forward and backward. The gradient is that of the mean loss over all passes, scaled in fp16.
         loss = torch.zeros((), device=self.device)
-        for part in batch.parts():
+        for part in batch.micro_batches():
             with self.autocast:
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
