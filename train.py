@@ -9,7 +9,7 @@
     torchrun --nproc-per-node 2 train.py                               on two GPUs
     python train.py --help                                             every key, with its meaning
 
-A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
+A run writes everything into runs/NAME: config.yaml, typed.txt, metrics.jsonl, loss.png, samples.txt, checkpoints.
 """
 
 import os
@@ -19,6 +19,7 @@ if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import math
+import shlex
 import signal
 import sys
 import time
@@ -162,6 +163,8 @@ def set_up(typed: DictConfig) -> Run:
     lock = open_folder(folder, resumed, ranks)
     if ranks.first:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
+        if not resumed:
+            (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
     total_steps = 0 if cfg.max_minutes else cfg.steps
     metrics = Metrics(folder, total_steps, cfg.break_it.label, step, ranks.first)
     checks = awake.STEPS if cfg.break_it.broken else ()

@@ -16,6 +16,7 @@ from model import tiled
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES, PARTS, UNBROKEN, BreakIt, Failure
 from tests.reference import SEED, Case, error, largest, oracle
+from training.config import CONF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of Triton's interpreter
 TILED, EPS = AttentionConfig("tiled", 32, 32), torch.finfo(torch.float32).eps
@@ -166,6 +167,10 @@ def test_the_script_prints_the_table_and_refuses_in_one_line(call, monkeypatch):
 
 
 # --- names and refusals
+
+
+def test_each_failure_can_be_typed_as_a_group():
+    assert {path.stem for path in (CONF / "break_it").glob("*.yaml")} == {"none", *FAILURES}
 
 
 @pytest.mark.parametrize(

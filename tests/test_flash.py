@@ -12,7 +12,7 @@ import torch
 
 from kernels.problem import Problem
 from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of, problem_of
-from model.break_it import BreakIt
+from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TILED, TRITON, sized
 from tests.reference import CASES, DTYPES, SEED, Case, assert_within_budget, case_name, oracle, run, visible
@@ -189,6 +189,10 @@ BROKEN = {
     "unguarded_mask": Case(200, B=1, H=1, window=20),
     "stale_seed": Case(90, B=1, H=1, D=16, dropout_p=0.3),
 }
+
+
+def test_each_failure_has_a_case():
+    assert {*BROKEN, "no_rescale"} == set(FAILURES)  # which is two of the others
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
