@@ -42,7 +42,6 @@ class Lab:
     run: str | None = key(None, "look: a run's name; null: the one that saved last and is not broken", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
     prompt: str | None = key(None, "look: the text; null: the run's validation text", least=1)
-    tokens: int | None = key(None, "look: how many of the validation text", least=1)
     row: int = key(3, "trace: which query, from 0", least=0)
     block_m: int = key(2, "trace: query rows per tile", least=1)
     block_n: int = key(2, "trace: key rows per tile", least=1)
@@ -62,7 +61,7 @@ def lab(cfg: Lab) -> None:
     if cfg.replay:
         replay(Path(cfg.replay))
     elif cfg.look:
-        look(cfg.run, Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out) if cfg.out else None)
+        look(cfg.run, Path(cfg.runs), cfg.prompt, Path(cfg.out) if cfg.out else None)
     elif cfg.trace:
         tiles = cfg.block_m, cfg.block_n
         print(*trace(worked_example(), cfg.row, *tiles, cfg.causal, cfg.failure or "none", cfg.score_gain), sep="\n")

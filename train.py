@@ -165,8 +165,7 @@ def set_up(typed: DictConfig) -> Run:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
         if not resumed:
             (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
-    total_steps = 0 if cfg.max_minutes else cfg.steps
-    metrics = Metrics(folder, total_steps, cfg.break_it.label, step, ranks.first)
+    metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
     checks = awake.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
               seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip

@@ -38,14 +38,14 @@ PATTERNS = {
 NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which a pattern is named
 
 
-def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
+def look(run: str | None, runs: Path, prompt: str | None, out: Path | None) -> None:
     """Writes the page of a run's best checkpoint; a head takes 2 T**2 / 3 bytes. prompt: the text; None: the first
-    `tokens` of the validation text. out: the file; None: look.html in the run's folder. ValueError for a text longer
-    than the model's context."""
+    TOKENS of the validation text. out: the file; None: look.html in the run's folder. ValueError for a text longer than
+    the model's context."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     model = network(trained, "tiled", cpu)
-    idx, documents = text_of(trained, prompt, tokens or min(TOKENS, model.config.context_length))
+    idx, documents = text_of(trained, prompt)
     layers = [of_layer(call, idx[0]) for call in record(model, idx, documents)]
     page = {
         "title": title,
@@ -69,7 +69,7 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
                 print(f"layer {layer['layer']}, head {number} {PATTERNS[pattern]} ({share})")
 
 
-def text_of(trained: Checkpoint, prompt: str | None, tokens: int) -> tuple[Tensor, Tensor | None]:
+def text_of(trained: Checkpoint, prompt: str | None) -> tuple[Tensor, Tensor | None]:
     """The ids (1, T) of the prompt, or of the run's first validation tokens with the numbers of their documents."""
     config, encoding = trained.state["config"], from_json(trained.tokenizer)
     T, documents = config["model"]["context_length"], None
@@ -80,11 +80,11 @@ def text_of(trained: Checkpoint, prompt: str | None, tokens: int) -> tuple[Tenso
     else:
         data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
         dataset = open_data(data, tokenizer, encoding, T, config["runs"])
-        ids = dataset.val[:tokens].tolist()
+        ids = dataset.val[: min(T, TOKENS)].tolist()
         begins = torch.as_tensor(dataset.val_documents)
         documents = torch.searchsorted(begins, torch.arange(len(ids)), right=True)[None]
     if len(ids) > T:
-        raise ValueError(f"a text of {len(ids)} tokens: the model's context is {T}; use a shorter prompt= or tokens=")
+        raise ValueError(f"a text of {len(ids)} tokens: the model's context is {T}; use a shorter prompt=")
     return torch.tensor([ids]), documents
 
 

@@ -101,9 +101,8 @@ def trace(
 
 def sees(tile: Tile, last: int) -> str:
     """Where the mask is wrong. last: the last key that the row may see."""
-    seen = dict(zip(tile.columns, (tile.s > -INF).tolist(), strict=True))
-    leaks = sum(j > last for j in seen if seen[j])
-    misses = sum(j <= last for j in seen if not seen[j])
+    seen, allowed = tile.s > -INF, torch.tensor(tile.columns) <= last
+    leaks, misses = int((seen & ~allowed).sum()), int((allowed & ~seen).sum())
     words = f"Sees {leaks} of the future's keys. " if leaks else ""
     return words + (f"Misses {misses} that it may see. " if misses else "")
 

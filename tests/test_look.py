@@ -88,9 +88,9 @@ def data_of(path) -> dict:
 
 def test_the_page_of_a_run_has_its_text_its_documents_and_every_head(call, runs, tmp_path):
     out = tmp_path / "look.html"
-    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "tokens=24").code == 0
+    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}").code == 0
     page = data_of(out)
-    assert (len(page["tokens"]), page["broken"]) == (24, "")
+    assert (len(page["tokens"]), page["broken"]) == (32, "")
     assert [len(layer["heads"]) for layer in page["layers"]] == [2, 2]
     assert "http://" not in out.read_text()
     assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "prompt=f(x): a").code == 0

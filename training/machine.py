@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -38,14 +39,10 @@ def peak_of(name: str) -> float | None:
     return next((flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, name)), None)
 
 
-def memory_gib(device: torch.device) -> float | None:
-    """Peak memory so far in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far in GiB: of tensors on a CUDA device, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    if os.name == "nt":
-        return None
-    import resource  # POSIX only
-
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
