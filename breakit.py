@@ -63,8 +63,8 @@ def lab(cfg: Lab) -> None:
     elif cfg.look:
         look(cfg.run, Path(cfg.runs), cfg.prompt, Path(cfg.out) if cfg.out else None)
     elif cfg.trace:
-        tiles = cfg.block_m, cfg.block_n
-        print(*trace(worked_example(), cfg.row, *tiles, cfg.causal, cfg.failure or "none", cfg.score_gain), sep="\n")
+        tiles = cfg.block_m, cfg.block_n, cfg.causal or cfg.failure == "local_mask"
+        print(*trace(worked_example(), cfg.row, *tiles, cfg.failure or "none", cfg.score_gain), sep="\n")
     else:
         compare(cfg, [cfg.failure] if cfg.failure else list(FAILURES))
 

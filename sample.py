@@ -10,6 +10,9 @@
 A checkpoint holds the model, the tokenizer and the configuration; only context=true needs the data.
 """
 
+import training  # noqa: F401 (before torch: how idle threads wait)
+
+# isort: split
 import sys
 import time
 from dataclasses import dataclass

@@ -12,13 +12,11 @@
 A run writes everything into runs/NAME: config.yaml, typed.txt, metrics.jsonl, loss.png, samples.txt, checkpoints.
 """
 
-import os
+import training  # noqa: F401 (before torch: how idle threads wait)
 
-# Before torch is loaded: on a busy machine idle OpenMP threads must not spin, because they take the cores from others.
-if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
+# isort: split
 import math
+import os
 import shlex
 import signal
 import sys
@@ -238,7 +236,7 @@ def train(run: Run) -> int:
     if stopped:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + run.signal
-    more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * cfg.steps}"
+    more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
     say(f"next: {again} {more}")
     return 0
@@ -275,11 +273,9 @@ def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) 
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
     cfg, say, run.step = run.cfg, run.metrics.say, step  # later updates were skipped
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    advice = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})"]
-    advice += ["dtype=float32"] * (run.facts["dtype"] != "float32")
-    advice += ["probe.every=100, to find the tile"] * (not cfg.probe.every)
-    why = f"docs/break-it.md says when {cfg.break_it.label} ends in NaN; " if cfg.break_it.broken else ""
-    say(f"{why}try: {'; '.join(advice)}")
+    why = f"docs/break-it.md says when {cfg.break_it.label} ends in NaN; "
+    lower = f"try optimizer.lr below {cfg.optimizer.lr:g}, or dtype=float32 if it is not; "
+    say((why if cfg.break_it.broken else lower) + "probe.every=100 finds the tile with the first NaN")
     if cfg.probe.every:
         found = probe.search(run.train_step, batch, rng)
         say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
@@ -358,11 +354,11 @@ def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fau
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
              "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,
              "seconds": run.seconds}  # fmt: skip
-    weights, training = tensors_of(train_step.model, train_step.optimizers, run.ranks)
+    weights, optimizer = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:
         return folder
-    return save_checkpoint(folder, run.step, weights, fault or training, state, tokenizer, cfg.keep_last)
+    return save_checkpoint(folder, run.step, weights, fault or optimizer, state, tokenizer, cfg.keep_last)
 
 
 if __name__ == "__main__":

@@ -148,5 +148,5 @@ def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
     """ValueError if the text is shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
-        way_out = "use a smaller model.context_length, more text" + " or data.val_fraction" * (what == "validation")
+        way_out = "use a smaller model.context_length or more text"
         raise ValueError(f"the {what} text has {len(tokens):,} tokens, a window takes {context_length + 1}: {way_out}")

@@ -53,7 +53,9 @@ class DataConfig:
     def __post_init__(self):
         check(self, "data.")
         if (self.path is None) == (self.source in READERS):
-            raise ValueError(f"data.path={self.path}: set it with data={' or '.join(READERS)} and no other source")
+            needs = "needs data.path=: a file, a folder or a glob; hub: OWNER/NAME/FILE"
+            why = needs if self.path is None else f"does not read data.path={self.path}; use data=text"
+            raise ValueError(f"data={self.source} {why}")
 
 
 def prepare(

@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -92,21 +91,17 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
         if name in predicted:
             axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
     axes.set_ylim(0, 1.15 * top)
-    label(axes, f"tile of {TILE} rows (red: not finite)", "|x - right| / |right|")
     for name, look in (("broken", "r-"), ("whole", "k--")):
         mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
         end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
         training.plot(range(1, 1 + len(mean)), mean, look, label=name + end)
     training.set_title("short training", fontsize=13)
-    label(training, "step", "loss (nats), mean of 10 steps")
+    axes.set(xlabel=f"tile of {TILE} rows (red: not finite)", ylabel="|x - right| / |right|")
+    training.set(xlabel="step", ylabel="loss (nats), mean of 10 steps")
+    for each in (axes, training):
+        each.legend(fontsize=10, loc="upper center", ncols=5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=13)
-    axes.set_ylabel(y, fontsize=13)
-    axes.legend(fontsize=10, loc="upper center", ncols=5)
 
 
 def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: dict) -> Path:

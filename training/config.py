@@ -168,15 +168,16 @@ def check_arguments(arguments: list[str], schema: type, script: str) -> None:
         name, equals, value = argument.lstrip("-").partition("=")
         ends = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]  # lr: optimizer.lr
         dashes = argument.startswith("-")
-        if not equals or argument.startswith(("+", "~", "hydra")) or (dashes and not ends):
+        flags = any(other.startswith("-") for other in arguments)  # such as --cfg job
+        if argument.startswith(("+", "~", "hydra")) or (dashes and not ends) or (flags and not equals and not dashes):
             continue  # Hydra reads it
-        if name in groups and re.fullmatch(r"[\w-]+", value) and not (CONF / name / f"{value}.yaml").exists():
+        if name in groups and re.fullmatch(r"[\w./-]+", value) and not (CONF / name / f"{value}.yaml").exists():
             options = ", ".join(sorted(path.stem for path in (CONF / name).glob("*.yaml")))
             sys.exit(f"{script}: {argument}: there is no such {name}; choose {options}")
-        if dashes or name not in known:
+        if dashes or not equals or name not in known:
             near = ends or get_close_matches(name, known, 1)
             hint = f"did you mean {' or '.join(f'{k}={value}' for k in near)}?" if near else "--help shows every key"
-            why = "options are written key=value, without dashes" if dashes else f"there is no key {name}"
+            why = f"there is no key {name}" if equals and not dashes else "write options as key=value, without dashes"
             sys.exit(f"{script}: {argument}: {why}; {hint}")
     if {"--help", "-h"} & {*arguments}:
         typed = [argument for argument in arguments if not argument.startswith("-")]
