@@ -161,7 +161,7 @@ def set_up(typed: DictConfig) -> Run:
     lock = open_folder(folder, resumed, ranks)
     if ranks.first:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
-        if not resumed:
+        if not (folder / "typed.txt").exists():  # else it is resumed
             (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
     metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
     checks = awake.STEPS if cfg.break_it.broken else ()

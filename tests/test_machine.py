@@ -53,7 +53,8 @@ def test_a_table_of_runs_has_the_best_first_and_what_was_typed(call, small, tmp_
     folder = tmp_path / "sweep-1"
     for name, lr in (("0", "1e-9"), ("1", "1e-2")):
         call(train, *small, f"runs={folder}", f"name={name}", "steps=4", f"optimizer.lr={lr}")
+    call(train, "resume=0", f"runs={folder}", "name=2", "steps=5")
     command = [sys.executable, "-m", "training.runs", str(folder)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[0] for line in said[1:]] == ["1", "0"]
+    assert [line.split()[0] for line in said[1:]] == ["1", "2", "0"]
     assert said[1].endswith("optimizer.lr=1e-2")
