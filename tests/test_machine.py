@@ -56,5 +56,5 @@ def test_a_table_of_runs_has_the_best_first_and_what_was_typed(call, small, tmp_
     call(train, "resume=0", f"runs={folder}", "name=2", "steps=5")
     command = [sys.executable, "-m", "training.runs", str(folder)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[0] for line in said[1:]] == ["1", "2", "0"]
+    assert [line.split()[0] for line in said[1:]] == ["1", "0", "2"]
     assert said[1].endswith("optimizer.lr=1e-2")
