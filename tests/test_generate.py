@@ -168,6 +168,7 @@ def drawn(sampler: Sampler, logits: Tensor = LOGITS, count: int = 400) -> set[in
         (Sampler(1.0, top_p=0.81), {0, 1, 2}),
         (Sampler(1.0, top_p=1e-6), {0}),
         (Sampler(1.0, top_k=3, top_p=0.6), {0, 1}),
+        (Sampler(0.5, top_p=0.65), {0}),  # of the shares at that temperature
     ],
     ids=str,
 )

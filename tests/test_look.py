@@ -105,11 +105,14 @@ def test_the_page_of_a_broken_run_says_so(call, runs, tmp_path):
     assert data_of(tmp_path / "look.html")["broken"] == "no_rescale"
 
 
-def test_a_kept_fault_is_replayed_to_its_tile_and_another_checkpoint_is_refused(call, runs):
-    (fault,) = runs.glob("loud*/faults/*")
+def test_a_kept_fault_is_replayed_to_its_tile_and_another_checkpoint_is_refused(call, runs, monkeypatch):
+    (fault,), dropping = runs.glob("loud*/faults/*"), []
+    record = look.record
+    monkeypatch.setattr(look, "record", lambda net, *given: dropping.append(net.training) or record(net, *given))
     said = call(breakit, f"replay='{fault}'")
     assert said.code == 0
     assert said.out.startswith("BROKEN[no_max")
+    assert dropping == [True]
     assert re.search(r"first: layer 0, head \d, .* not finite", said.out)
     (checkpoint,) = runs.glob("whole/checkpoints/*")
     refused = call(breakit, f"replay={checkpoint}")

@@ -12,6 +12,7 @@ from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import Case, assert_float64_right, oracle, visible
 from tests.runs import assert_same_run, records
+from training import probe
 from training.probe import LIMIT, Call, find, first_bad, gauges, reading, record
 
 SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64, vocab_size=50, dropout_p=0.0)
@@ -214,8 +215,11 @@ def test_a_run_writes_its_gauges_at_the_probes_steps_and_they_change_no_bit_of_i
     assert_same_run(x, tmp_path / "without")
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_the_weights_before_it(small_run, tmp_path):
-    typed = "break_it=no_max break_it.score_gain=1e6 probe.every=100 steps=3"
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before_it(small_run, tmp_path, monkeypatch):
+    """The weights, and the random state: else the search would draw other dropout than the step."""
+    states, search = [], probe.search
+    monkeypatch.setattr(probe, "search", lambda step, batch, rng: states.append(rng) or search(step, batch, rng))
+    typed = "break_it=no_max break_it.score_gain=1e6 probe.every=100 steps=3 attention.dropout_p=0.1"
     said = small_run(typed, code=1).out
     folder = tmp_path / "x-BROKEN-no_max+gain_1e+06"
     assert "probe: layer 0, head" in said
@@ -224,4 +228,4 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_the_weight
     assert f"replay={fault}" in said
     kept = load_file(fault / "training.safetensors")
     assert kept["batch.x"].shape == kept["batch.y"].shape == (4, 32)
-    assert "rng.cpu" in kept
+    assert torch.equal(kept["rng.cpu"], states[0]["rng.cpu"])
