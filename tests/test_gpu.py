@@ -1,12 +1,15 @@
 """What only a CUDA GPU shows: pytest -m gpu. That also runs the tests of other files that have a GPU's implementations
 among their rows. With -n 8 the kernels are compiled side by side."""
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
@@ -55,6 +58,17 @@ def kernels(request, monkeypatch) -> str:
     elif not launch.is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     return request.param
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Tests that take up to 40 GiB run one at a time, also with -n, and give the memory back."""
+    with FileLock(Path(tempfile.gettempdir(), "tilegpt-large-tests.lock")):
+        yield
+        torch.cuda.empty_cache()
+
+
+LARGE = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture
@@ -140,6 +154,7 @@ def test_forward_dv_dq_and_dk_have_the_dropout_mask_of_the_definition_bit_for_bi
 # --- attention: memory, order and streams -----------------------------------------------------------------------------
 
 
+@LARGE
 def test_memory_is_that_of_inputs_and_gradients(kernels):
     """At T = 65,536 one head's weights would take 8 GiB. The backward for Hopper sums dq in float32."""
     q, k, v, do = (randn(1, 12, 65_536, 64).requires_grad_() for _ in range(4))
@@ -154,6 +169,7 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor,
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
 
+@LARGE
 def test_rows_that_begin_past_two_to_the_31_numbers_are_found(kernels):
     """A packed projection's row stride of 2,304 passes 32 bits at 932,067 tokens; here 2**21 does at 1,024."""
     wide = torch.empty(1, 1100, 2**21, dtype=BF16, device="cuda")[..., : 4 * 2 * 64].normal_()
@@ -164,6 +180,7 @@ def test_rows_that_begin_past_two_to_the_31_numbers_are_found(kernels):
         assert torch.equal(found, right)
 
 
+@LARGE
 def test_sequences_past_two_to_the_31_numbers_have_the_bits_of_one_alone(kernels):
     x = randn(2800, 12, 1024, 64)
     assert x.numel() > 2**31
@@ -225,12 +242,14 @@ def test_triton_runs_on_the_current_stream(kernels):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
+@LARGE
 def test_the_loss_needs_no_more_memory_than_a_chunks_logits_beside_its_gradients():
     x, weight, targets = problem(2 * loss_module.KERNEL_CHUNK + 100, torch.bfloat16, 50_304, 64)
     taken = peak_bytes(lambda: of(next_token_loss(x, weight, targets), x, weight))
     assert taken <= 1.05 * loss_module.KERNEL_CHUNK * 50_304 * 2
 
 
+@LARGE
 def test_rows_of_logits_past_two_to_the_31_numbers_are_found():
     N, V = 16_400, 131_072
     logits = torch.zeros(N, V, device="cuda", dtype=torch.bfloat16)
@@ -389,6 +408,7 @@ def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, sampler, m
     assert torch.equal(*found)
 
 
+@LARGE
 def test_cached_keys_past_two_to_the_31_numbers_are_found():
     """The last key head of a cache of more than 2**31 numbers has one key with all the weight."""
     N, S, D = 9, 2**21, 128
