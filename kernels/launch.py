@@ -12,7 +12,6 @@ visits is the function of model/mask.py. It is an argument, because kernels/ imp
 import math
 import os
 from collections import namedtuple
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,10 +22,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, as_heads, runs_kernels
+from kernels.problem import LOWEST, Problem, Visits, as_heads, runs_kernels, steps_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
-Visits = Callable[..., Tensor] | None  # None will do without documents and block masks
 
 
 def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,19 +212,13 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visi
 Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 
 
-def in_tiles(x: Tensor, rows: int, layout: Any = None) -> TensorDescriptor | Strided:
-    """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D. layout: of such a tile in
-    shared memory, for kernels/hopper/."""
-    # An axis of size 1 may have any stride in torch; a descriptor gets 16.
-    b, h, t = (step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True))
+def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
+    """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
+    b, h, t = steps_of(x)
     if not has_descriptors(x.device):
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
     block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))]
-    if layout is None:
-        return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    return GluonDescriptor(x, list(x.shape), [b, h, t, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
 
 
 def aligned(x: Tensor) -> Tensor:

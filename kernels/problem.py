@@ -1,5 +1,6 @@
 """What attention computes from q, k and v: the one description that model/ and the kernels share."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Problem(NamedTuple):
         return round(256 * self.dropout_p)
 
 
+Visits = Callable[..., Tensor] | None  # visits() of model/mask.py; None will do without documents and block masks
+
 # Problem as the arguments of a custom op.
 FIELDS = (
     "SymInt T, SymInt T_k, bool causal, int? window, Tensor? documents, Tensor? blocks, int block_size, float scale, "
@@ -58,3 +61,8 @@ def as_heads(x: Tensor) -> Tensor:
     step = 16 // x.itemsize
     width = -(-D // step) * step
     return x.new_empty_strided((B, H, T, D), (T * H * width, width, H * width, 1))
+
+
+def steps_of(x: Tensor) -> list[int]:
+    """The strides of B, H and T. An axis of size 1 may have any stride in torch; a descriptor gets 16."""
+    return [step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]

@@ -29,7 +29,7 @@ from training.step import TrainStep
 GPT2 = GPTConfig(vocab_size=50_304, bias=False)
 NANO = GPTConfig(n_layer=4, n_head=4, n_embd=128, vocab_size=256, mlp="gelu", bias=False)  # for two CPU cores
 LR, OPTIMIZER = 6e-4, OptimizerConfig()
-WARM_UP, TURNS, STEPS = 5, 5, 4  # steps before the first turn; turns of each side; steps of a turn
+STEPS, TURNS = 5, 5  # steps before the first turn, and in each turn; turns of each side
 Step = Callable[[Batch], None]  # makes one update; may return before the GPU has made it
 
 
@@ -55,7 +55,7 @@ def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
             gc.collect()
             torch.cuda.empty_cache()
             gib.append(peak_bytes(partial(begin, build, batches, sides), device) / 2**30)
-        turns = [[turn(step, batches, device) for step in sides] for _ in range(TURNS)]
+        turns = [[ms_of(partial(list, map(step, batches)), device) / STEPS for step in sides] for _ in range(TURNS)]
         ratios = [theirs / ours for ours, theirs in turns]
         ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         ms = "".join(f"{median(side):>12.1f}" for side in zip(*turns, strict=True))
@@ -67,11 +67,6 @@ def begin(build: Callable[[], Step], batches: list[Batch], sides: list[Step]) ->
     sides.append(build())
     for batch in batches:
         sides[-1](batch)
-
-
-def turn(step: Step, batches: list[Batch], device: torch.device) -> float:
-    """ms a step."""
-    return ms_of(lambda: [*map(step, batches[:STEPS])], device) / STEPS
 
 
 def our_step(config: GPTConfig, autocast, device: torch.device) -> Step:
@@ -112,6 +107,6 @@ def their_step(module, config: GPTConfig, autocast, device: torch.device) -> Ste
 
 def some_batches(config: GPTConfig, B: int, device: torch.device) -> list[Batch]:
     """Batches of random tokens, (1, B, T) as TrainStep takes them, on the host: no side waits for its data."""
-    windows = torch.randint(config.vocab_size or 1, (WARM_UP, 1, B, config.context_length + 1))
+    windows = torch.randint(config.vocab_size or 1, (STEPS, 1, B, config.context_length + 1))
     batches = [Batch(w[..., :-1].contiguous(), w[..., 1:].contiguous(), None) for w in windows]
     return [batch.each(torch.Tensor.pin_memory) for batch in batches] if device.type == "cuda" else batches

@@ -50,13 +50,13 @@ from kernels.hopper.forward import (
     as_matrix,
     as_operand,
     barriers,
+    in_tiles,
     pass_turn,
     philox,
     processors,
     shared_layout,
     wait_turn,
 )
-from kernels.launch import in_tiles
 from kernels.problem import Problem
 
 

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash import philox as philox_of_flash
-from kernels.launch import Visits, in_tiles
-from kernels.problem import LOWEST, Problem
+from kernels.problem import LOWEST, Problem, Visits, steps_of
 
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -133,6 +133,11 @@ def processors(device: torch.device) -> int:
 def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile of rows x D lies in shared memory, so that copies and matrix products both read it."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], NAMES[dtype])
+
+
+def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
+    """x (B, H, T, D) in tiles (1, 1, rows, D). layout: of a tile in shared memory."""
+    return TensorDescriptor(x, list(x.shape), [*steps_of(x), 1], [1, 1, rows, x.shape[3]], layout)
 
 
 # --- The kernel -------------------------------------------------------------------------------------------------------
