@@ -57,7 +57,7 @@ class Bench:
     def __post_init__(self):
         check(self)
         self.lengths = sorted(self.lengths or LENGTHS[self.mode])
-        if self.mode == "step" and not self.peer:
+        if self.mode == "step" and Path(self.peer).suffix != ".py":
             raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")
         if unknown := set(self.impls) - set(IMPLS):
             raise ValueError(f"impls={sorted(unknown)} is not known: choose {', '.join(IMPLS)}")

@@ -5,7 +5,7 @@
     python breakit.py failure=no_max out=docs                    its section of docs/break-it.md, and its picture
     python breakit.py trace=true                                 a row of attention, tile by tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
-    python breakit.py look=true prompt='def f(x):'    what each head of your model reads, as a page
+    python breakit.py look=true prompt='def f(x):'               what each head of your model reads, as a page
     python breakit.py replay=runs/NAME/faults/step_000123        the batch again that ended a run with NaN
     python breakit.py --help                                     every key
 

@@ -59,8 +59,7 @@ class Config(Sampler):
 
 
 def sample(cfg: Config) -> None:
-    """Prints text on standard output, and what it is on standard error; or does what is asked for instead. ValueError
-    for a mistake of the user's."""
+    """Prints text on standard output and what it is on standard error, or does what is asked for instead."""
     trained, device = find_trained(cfg.run, cfg.checkpoint, Path(cfg.runs)), pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""

@@ -159,10 +159,6 @@ def set_up(typed: DictConfig) -> Run:
     cfg.name = name_of(cfg, resumed)
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
-    if ranks.first:
-        OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
-        if not (folder / "typed.txt").exists():  # else it is resumed
-            (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
     metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
     checks = awake.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
@@ -182,9 +178,14 @@ def make_loader(cfg: Config, dataset: Dataset, ranks: Ranks, length: int) -> Loa
 
 
 def introduce(run: Run, source: Path | None) -> None:
-    """The first lines: a run explains itself."""
+    """The first lines and files: a run explains itself."""
     cfg, data, say, count = run.cfg, run.dataset, run.metrics.say, run.train_step.model.parameter_count()
-    say(f"run: {run.metrics.folder}" + (f", from {source}" if source else ""))
+    folder = run.metrics.folder
+    if run.ranks.first:
+        OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
+        if not (folder / "typed.txt").exists():  # else it is resumed
+            (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
+    say(f"run: {folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
     lr = learning_rate(cfg.place(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
@@ -273,15 +274,16 @@ def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) 
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
     cfg, say, run.step = run.cfg, run.metrics.say, step  # later updates were skipped
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    why = f"docs/break-it.md says when {cfg.break_it.label} ends in NaN; "
-    lower = f"try optimizer.lr below {cfg.optimizer.lr:g}, or dtype=float32 if it is not; "
-    say((why if cfg.break_it.broken else lower) + "probe.every=100 finds the tile with the first NaN")
-    if cfg.probe.every:
-        found = probe.search(run.train_step, batch, rng)
-        say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
-        if found:
-            fault = save(run, into="faults", fault=found[1])
-            say(f"  to see it again: {to_type('breakit.py', f'replay={fault}')}")
+    advice = f"try a lower optimizer.lr (it is {cfg.optimizer.lr:g}), or dtype=float32 (it is {run.facts['dtype']})"
+    say(f"docs/break-it.md says when {cfg.break_it.label} ends in NaN" if cfg.break_it.broken else advice)
+    if not cfg.probe.every:
+        say("probe.every=100 finds the tile with the first NaN")
+        return 1
+    found = probe.search(run.train_step, batch, rng)
+    say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
+    if found:
+        fault = save(run, into="faults", fault=found[1])
+        say(f"  to see it again: {to_type('breakit.py', f'replay={fault}')}")
     return 1
 
 

@@ -60,7 +60,8 @@ def open_data(
     if data.source in ("bin", "fineweb"):
         files = files_of(data)
         beside = files[0].parent / "tokenizer.json"
-        return open_shards(files, from_json(beside.read_bytes()) if beside.exists() else build(tokenizer, [], kept))
+        own = tokenizer.kind == "kept" and beside.exists()
+        return open_shards(files, from_json(beside.read_bytes()) if own else build(tokenizer, [], kept))
     folder = prepare(data, tokenizer, kept, context_length, runs)
     encoding = from_json((folder / "tokenizer.json").read_bytes())
     return open_shards([folder / "train.bin", folder / "val.bin"], encoding)

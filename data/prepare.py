@@ -155,7 +155,7 @@ def make(folder: Path, texts: list[str], note: str, val_fraction: float, tokeniz
     print(f"data: making {folder}", file=sys.stderr)
     train, val = split(texts, val_fraction)
     aside = folder.with_suffix(".tmp")
-    aside.mkdir(exist_ok=True)  # of a process that was killed or failed
+    aside.mkdir(exist_ok=True)  # a process that was killed may have left it
     # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
     every = 1 + sum(map(len, train)) // LEARN
     learned = islice((piece for document in train for piece in pieces(document)), 0, None, every)

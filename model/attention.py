@@ -207,8 +207,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 # --- tiled and triton -------------------------------------------------------------------------------------------------
 # One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse2.
-# Its arguments (`rest`, after the tensors) are the fields of Problem, because an op takes no dataclass; then impl and
-# the tile sizes.
+# Its arguments after the tensors, `rest`: the fields of Problem (an op takes no dataclass), impl and the tile sizes.
 
 
 def forward(q, k, v, *rest) -> tuple[Tensor, ...]:
@@ -237,8 +236,8 @@ def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, ...]:
 REST = f"{FIELDS}, str impl, SymInt block_m, SymInt block_n"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
 torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
-BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({BACKWARD}, {REST}) -> (Tensor, Tensor, Tensor)")
+OF_BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
+torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {REST}) -> (Tensor, Tensor, Tensor)")
 torch.library.impl("tilegpt::attention", "default", forward)
 torch.library.impl("tilegpt::attention_backward", "default", backward)
 flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
@@ -302,13 +301,13 @@ def resolve(
 def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, documents: Tensor | None) -> None:
     """Raises ValueError for a failure that has nothing to remove."""
     masked = documents is not None or config.window or config.block_mask
-    pointless = {
+    nothing_to_remove = {
         "no_scale": config.softmax_scale and "softmax_scale is no 1 / sqrt(D); leave it out",
         "local_mask": (not causal or masked) and "only the causal mask alone can be broken",
         "stale_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
     }
     for name in break_it.broken:
-        why = pointless.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
+        why = nothing_to_remove.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
         if config.impl == "sdpa" and name != "no_scale":
             why = "torch's sdpa cannot be broken; use tiled"
         if why:

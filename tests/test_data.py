@@ -68,6 +68,8 @@ def test_the_tokenizer_does_not_learn_from_validation_text(make, tmp_path):
     write(tmp_path, {"one.txt": "ab\n" * 100 + "xyxyxyxy\n" * 33})
     folder = make(tmp_path / "one.txt", TokenizerConfig("bpe", 258), val_fraction=0.45)
     encoding = open_data(DataConfig("bin", str(folder)), TokenizerConfig("kept")).encoding
+    with pytest.raises(ValueError, match="byte has 257"):  # a typed tokenizer is not ignored
+        open_data(DataConfig("bin", str(folder)), TokenizerConfig("byte"))
     assert encoding.encode("ab") != [*b"ab"]
     assert encoding.encode("xy") == [*b"xy"]
 

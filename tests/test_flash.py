@@ -124,6 +124,8 @@ def test_an_interleaved_view_is_read_where_it_lies():
     q, k, v = torch.empty(2, 70, 3 * 2 * 24, dtype=torch.float16).unflatten(-1, (6, 24)).transpose(1, 2).split(2, dim=1)
     for x in (q, k, v, torch.empty(2, 2, 198, 32, dtype=torch.float16)[:, :, 64:-64, :24]):
         assert launch.aligned(x) is x
+    one = torch.empty(40).as_strided((1, 2, 1, 8), (3, 8, 5, 1))  # an axis of size 1 may have any stride
+    assert launch.steps_of(one) == [16, 8, 16]
 
 
 @INTERPRETED

@@ -124,7 +124,10 @@ def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_d
 
 def test_what_was_typed_for_a_run_holds_after_a_resume_and_what_is_typed_then_wins(small_run, call, tmp_path):
     small_run("steps=2 seed=7 attention.dropout_p=0.5 checkpoint_every=2")
-    call(train, "resume=auto", "name=x", f"runs={tmp_path}", "steps=3", "attention=naive")
+    resume = train, "resume=auto", "name=x", f"runs={tmp_path}", "steps=3", "attention=naive"
+    assert "nothing to train" not in (said := call(*resume).out)
+    assert f"rate {records(tmp_path / 'x')[2]['lr']:.2e}" in said  # that of the next step
+    assert "nothing to train" in call(*resume).out
     kept = load_checkpoint(last(tmp_path / "x")).state["config"]
     assert (kept["seed"], kept["steps"], kept["model"]["n_embd"]) == (7, 3, 32)
     assert (kept["attention"]["impl"], kept["attention"]["dropout_p"]) == ("naive", 0.5)
