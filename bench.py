@@ -57,8 +57,6 @@ class Bench:
     def __post_init__(self):
         check(self)
         self.lengths = sorted(self.lengths or LENGTHS[self.mode])
-        if self.mode == "step" and Path(self.peer).suffix != ".py":
-            raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")
         if unknown := set(self.impls) - set(IMPLS):
             raise ValueError(f"impls={sorted(unknown)} is not known: choose {', '.join(IMPLS)}")
         if len(self.heads) != len(self.head_sizes):
@@ -79,6 +77,8 @@ def bench(cfg: Bench) -> None:
     if cfg.mode == "race":
         race(cfg.cases(), cfg.impls, device, cfg.dtype, cfg.patience, Path(cfg.out))
     elif cfg.mode == "step":
+        if Path(cfg.peer).suffix != ".py":
+            raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")
         compare_steps(cfg.lengths, cfg.peer, device)
     else:
         for D, causal in product(cfg.head_sizes, cfg.causal):

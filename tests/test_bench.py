@@ -173,7 +173,7 @@ def test_a_wrong_peer_is_left_out(monkeypatch, wrong):
 @pytest.mark.parametrize("mistake", [{"impls": ["flash5"]}, {"mode": "step"}, {"heads": [1, 2]}, {"dropout_p": [1.0]}])
 def test_a_mistake_is_refused_with_its_value(mistake):
     with pytest.raises(ValueError, match=str(next(iter(mistake)))):
-        bench.Bench(**{"heads": [2], "head_sizes": [16]} | mistake)
+        bench.bench(bench.Bench(**{"heads": [2], "head_sizes": [16]} | mistake))
 
 
 @pytest.mark.parametrize(("N", "D", "M"), [(256, 16, 2048), (512, 32, 8192)])
