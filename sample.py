@@ -15,8 +15,10 @@ import training  # noqa: F401 (before torch: how idle threads wait)
 # isort: split
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import tiktoken
@@ -90,12 +92,26 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, 
     """Prints what the model writes after the prompt (1, T), and a line end."""
     stream, count, began = TextStream(encoding), 0, time.perf_counter()
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    tokens = map(int, generate(model, prompt, cfg.max_new_tokens, cfg, generator, cfg.cache))
-    for token in takewhile(lambda token: token != encoding.eot_token, tokens):
+    tokens = generate(model, prompt, cfg.max_new_tokens, cfg, generator, cfg.cache)
+    ids = one_behind(tokens) if prompt.is_cuda else map(int, tokens)
+    for token in takewhile(lambda token: token != encoding.eot_token, ids):
         print(stream.feed(token), end="", flush=True)
         count += 1
     print(stream.flush())
     print(f"{count} tokens in {time.perf_counter() - began:.2f} s", file=sys.stderr)
+
+
+def one_behind(tokens: Iterator[Tensor]) -> Iterator[int]:
+    """Tokens (1, 1) of a CUDA GPU as integers. Each is read while the GPU computes the next one."""
+    waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for token in chain(tokens, [None]):
+        if token is not None:
+            waiting.append((token.to("cpu", non_blocking=True), torch.cuda.Event()))
+            waiting[-1][1].record()
+        if token is None or len(waiting) == 2:
+            copy, event = waiting.popleft()
+            event.synchronize()
+            yield int(copy)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def main(cfg: DictConfig) -> float:
     finally:
         run.metrics.close(code)
         run.lock.release()
+    run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
     run.ranks.leave()
     if code and not (code == 1 and in_sweep):
         sys.exit(code)

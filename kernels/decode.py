@@ -88,19 +88,22 @@ def decode_kernel(
     values += n * S * D
     k_new = tl.load(k + n * D + d, mask=d < D, other=0.0)
     v_new = tl.load(v + n * D + d, mask=d < D, other=0.0)
-    if (position // BLOCK_N - first // BLOCK_N) % splits == split:  # this program has the tile of the new token
+    if split == 0:
         tl.store(keys + position.to(tl.int64) * D + d, k_new, mask=d < D)
         tl.store(values + position.to(tl.int64) * D + d, v_new, mask=d < D)
-    m = tl.full([ROWS], START, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for tile in tl.range(first // BLOCK_N + split, position // BLOCK_N + 1, splits):
+    # The first split begins with the new token; the tiles have the keys before it.
+    s_new = tl.sum(q_i.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    if softcap is not None:
+        s_new = softcap * tanh(s_new / softcap)
+    m = tl.where(split == 0, s_new * LOG2E, START)
+    l = tl.full([ROWS], 1.0, tl.float32) * (split == 0)
+    acc = l[:, None] * v_new.to(tl.float32)[None, :]
+    for tile in tl.range(first // BLOCK_N + split, tl.cdiv(position, BLOCK_N), splits):
         j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        seen = (j <= position) & (j >= first)
-        place, new = j[:, None] * D + d[None, :], (j == position)[:, None]
-        known = (j < position)[:, None] & (d < D)[None, :]
-        k_j = tl.where(new, k_new[None, :], tl.load(keys + place, mask=known, other=0.0))
-        v_j = tl.where(new, v_new[None, :], tl.load(values + place, mask=known, other=0.0))
+        seen = (j < position) & (j >= first)
+        place, known = j[:, None] * D + d[None, :], seen[:, None] & (d < D)[None, :]
+        k_j = tl.load(keys + place, mask=known, other=0.0)
+        v_j = tl.load(values + place, mask=known, other=0.0)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
         factor = scale2
         if (softcap is not None) or (slopes is not None):

@@ -2,7 +2,7 @@
 GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
     o, lse, lse2 = forward(q, k, v, problem, visits)
-    dq, dk, dv = backward(q, k, v, o, lse2, do, dlse, problem, visits)
+    gradients = backward(q, k, v, o, lse2, do, dlse, problem, visits)
 
 B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, Visits, as_heads, runs_kernels, steps_of
+from kernels.problem import LOWEST, Problem, Visits, as_heads, gradients, in_parts, runs_kernels, steps_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 
@@ -46,10 +46,11 @@ def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, T
     return o, lse, lse2
 
 
-def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, like q, k and v. dlse: None if the loss does not use lse."""
+def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None) -> list[Tensor]:
+    """dq, dk and dv, as gradients() has them. dlse: None if the loss does not use lse."""
     (B, H, T, _), (H_kv, T_k) = q.shape, k.shape[1:3]
-    dq, dk, dv = as_heads(q), as_heads(k), as_heads(v)
+    found = gradients(q, k)
+    dq, dk, dv = in_parts(found, q, k)
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
     if "stale_seed" in problem.broken and problem.seed is not None:
@@ -59,7 +60,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None
             from kernels.hopper.backward import launch_backward
 
             launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)
-            return dq, dk, dv
+            return found
         # Each row's -lse2 and delta / keep_scale side by side, so that one load reads both. Padded to whole tiles.
         padded = -(-T // 128) * 128
         row_terms = lse2.new_empty(B, H, padded, 2)
@@ -77,7 +78,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None
         tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
         args = *tensors, row_terms, in_tiles(dk, N), in_tiles(dv, N), task, padded
         launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, tile)
-    return dq, dk, dv
+    return found
 
 
 @cache

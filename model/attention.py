@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from conf.keys import check, key
-from kernels.problem import FIELDS, Problem, as_heads, runs_kernels
+from kernels.problem import FIELDS, Problem, as_heads, gradients, in_parts, runs_kernels
 from model import tiled
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
@@ -222,12 +222,12 @@ def forward(q, k, v, *rest) -> tuple[Tensor, ...]:
     return launch.forward(q, k, v, problem, visits)
 
 
-def backward(q, k, v, o, lse2, do, dlse, *rest) -> tuple[Tensor, ...]:
-    """dq, dk, dv. dlse: None if the loss does not use lse."""
+def backward(q, k, v, o, lse2, do, dlse, *rest) -> list[Tensor]:
+    """dq, dk, dv, or one tensor with all three: gradients(). dlse: None if the loss does not use lse."""
     *fields, impl, block_m, block_n = rest
     problem = Problem(*fields)
     if impl == "tiled":
-        return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
+        return list(tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n))
     from kernels import launch
 
     return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
@@ -237,7 +237,7 @@ REST = f"{FIELDS}, str impl, SymInt block_m, SymInt block_n"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
 torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
 OF_BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {REST}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {REST}) -> Tensor[]")
 torch.library.impl("tilegpt::attention", "default", forward)
 torch.library.impl("tilegpt::attention_backward", "default", backward)
 flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
@@ -251,7 +251,7 @@ def _(q, k, v, *rest):
 
 @torch.library.register_fake("tilegpt::attention_backward")
 def _(q, k, v, *rest):
-    return tuple(as_heads(x) if rest[-3] == "triton" else x.new_empty(x.shape) for x in (q, k, v))
+    return gradients(q, k) if rest[-3] == "triton" else [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -269,7 +269,7 @@ def backward_of_op(ctx, do, dlse, _):
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     rest = [x if saved is None else saved for x, saved in zip(ctx.rest, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do
-    return *flash_backward(q, k, v, o, lse2, do, dlse, *rest), *[None] * len(rest)
+    return *in_parts(flash_backward(q, k, v, o, lse2, do, dlse, *rest), q, k), *[None] * len(rest)
 
 
 torch.library.register_autograd("tilegpt::attention", backward_of_op, setup_context=keep_for_backward)

@@ -98,8 +98,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
         self.attention_config, self.break_it, self.head_size = attention_config, break_it, config.head_size
-        self.widths = [heads * config.head_size for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         qk_norm = RMSNorm if config.qk_norm else nn.Identity
         self.q_norm = qk_norm(config.head_size, eps=config.norm_eps)
@@ -107,8 +107,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
         B, T, C = x.shape
-        # Split into q, k, v, then into heads: (B, H or H_kv, T, D). The other order costs the backward a copy.
-        q, k, v = (y.view(B, T, -1, self.head_size).transpose(1, 2) for y in self.qkv(x).split(self.widths, dim=-1))
+        qkv = self.qkv(x).view(B, T, -1, self.head_size)
+        q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, dim=2))  # (B, H or H_kv, T, D)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)

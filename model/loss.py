@@ -124,11 +124,10 @@ def by_torch(logits: Tensor, target: Tensor, want_gradient: bool) -> tuple[Tenso
     logits (n, V), in their dtype; without want_gradient the logits. target (n, 1)."""
     dtype, counted = logits.dtype, target != IGNORE
     target = target.clamp(min=0)  # IGNORE is no index
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
-    lse = logits.logsumexp(-1, keepdim=True)
-    losses = (lse - logits.gather(-1, target)) * counted
+    log_p = logits.log_softmax(-1, dtype=torch.promote_types(dtype, torch.float32))
+    losses = -log_p.gather(-1, target) * counted
     if not want_gradient:
         return losses, logits
-    dlogits = logits.sub_(lse).exp_()  # d sum / d logits = softmax - 1 at the target
-    dlogits.scatter_add_(-1, target, -torch.ones_like(lse))
+    dlogits = log_p.exp_()  # d sum / d logits = softmax - 1 at the target
+    dlogits.scatter_add_(-1, target, -torch.ones_like(losses))
     return losses, dlogits.mul_(counted).to(dtype)

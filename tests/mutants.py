@@ -32,7 +32,7 @@ TABLE = {
         ("sdpa aligns the first rows", "if causal and T != T_k:", "if False:", "attention"),
         ("a window is lost if few queries come", "config.window < T + T_k else", "config.window < T else", "attention"),
         ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention"),
-        ("lse has no gradient", "lse2, do, dlse, *rest), *[None]", "lse2, do, None, *rest), *[None]", "attention")],
+        ("lse has no gradient", "lse2, do, dlse, *rest), q, k)", "lse2, do, None, *rest), q, k)", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
         ("tiled holds T x T floats", "o = as_heads(q)\n", "o, t = as_heads(q), q.new_empty(B, H, T, T)\n", "attention"),
@@ -73,7 +73,7 @@ TABLE = {
         ("all sequences have one's documents", "documents + b.to(tl.int64) * task.T_k", "documents", "flash")],
     "kernels/decode.py": [
         ("splits are not rescaled", "tl.sum(alpha * tl.load(l_of", "tl.sum(tl.load(l_of", "decode"),
-        ("the cache keeps no new token", "% splits == split:", "% splits == splits:", "decode")],
+        ("the cache keeps no new token", "if split == 0:", "if split == splits:", "decode")],
     "kernels/loss.py": [
         ("the loss kernel does not rescale l", "l = l * tl.exp2((m - m_new) * LOG2E) +", "l = l +", "loss")],
     "kernels/hopper/forward.py": [

@@ -56,7 +56,7 @@ def test_it_is_cross_entropy_in_value_and_gradient(n, ignored, path):
     assert_float64_right({"each": token_losses(x, weight, targets)}, {"each": each.detach()}, terms=31)
 
 
-@pytest.mark.parametrize("V", [31, 257, 8193, *([4096, 50_257, 50_304] if CUDA else [])])
+@pytest.mark.parametrize("V", [31, 257, 8193, 50_304, *([4096, 50_257] if CUDA else [])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_within_twice_torchs_error(dtype, V, path):
     """Vocabularies that fill a block of the kernel, cut one, and need two, of which the last has some maxima."""
@@ -111,7 +111,8 @@ def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, m
         monkeypatch.setattr("kernels.loss.loss_in_place", lambda logits, *_: logits[:, 0].clone())
     with PeakBytes() as counted:
         next_token_loss(x, weight, targets)
-    assert 16 * 2048 * 4 <= counted.peak < 2 * 16 * 2048 * 4
+    tables = 1 if path == "kernel" else 2  # in torch log_softmax has a result of its own
+    assert tables * 16 * 2048 * 4 <= counted.peak < (tables + 1) * 16 * 2048 * 4
     with torch.no_grad(), PeakBytes() as counted:
         token_losses(x, weight, targets)
     assert counted.peak < 3 * 16 * 2048 * 4
