@@ -4,11 +4,9 @@
     python bench.py window=256 kv_heads=1         a window; grouped heads
     python bench.py mode=traffic                  words moved between slow memory and chip, counted and predicted
     python bench.py mode=step peer=MODEL_PY       the step of train.py beside one of nanoGPT's model.py
-    python bench.py --help                        every key, with its meaning
 
 The race compares o and all gradients with naive in float64. If one of ours is wrong, it ends; a peer that is wrong is
-left out. Then it times forward and backward apart: medians of many runs, on a GPU each with a cleared L2 cache. MiB is
-the peak memory of both, beyond the inputs. Rows are appended to results.csv in the folder out; pictures show this race.
+left out. Times are medians, on a GPU with a cleared L2 cache. MiB is the peak memory, beyond the inputs.
 """
 
 from dataclasses import dataclass
@@ -35,8 +33,6 @@ LENGTHS = {
 
 @dataclass
 class Bench:
-    """bench.py's keys. ValueError for a value that is not allowed."""
-
     mode: str = key("race", among="race | traffic | step")
     impls: list[str] = key(list(IMPLS), "race: who races")
     lengths: list[int] = key([], "T, tokens per sequence; []: LENGTHS of bench.py", least=1)
@@ -48,7 +44,6 @@ class Bench:
     window: int | None = key(None, "race: keys that a query sees, itself included", least=2)
     dropout_p: list[float] = key([0.0, 0.1], "race: probability of dropping an attention weight", least=0, below=1)
     dtype: str = key("bf16" if GPU else "float32", "race: of q, k and v", among="float32 | bf16 | fp16")
-    patience: float = key(1.0, "race: seconds; a case that is expected to take longer is left out", above=0)
     on_chip: list[int] = key([4096, 8192, 16384, 32768], "traffic: M, words that the chip holds", least=1)
     peer: str = key("", "step: path of nanoGPT's model.py")
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
@@ -72,10 +67,9 @@ class Bench:
 
 
 def bench(cfg: Bench) -> None:
-    """Runs the mode. Raises ValueError for a user's mistake, RuntimeError if one of our implementations is wrong."""
     device = pick_device(cfg.device)
     if cfg.mode == "race":
-        race(cfg.cases(), cfg.impls, device, cfg.dtype, cfg.patience, Path(cfg.out))
+        race(cfg.cases(), cfg.impls, device, cfg.dtype, Path(cfg.out))
     elif cfg.mode == "step":
         if Path(cfg.peer).suffix != ".py":
             raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 import tiktoken
@@ -103,15 +103,18 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, 
 
 def one_behind(tokens: Iterator[Tensor]) -> Iterator[int]:
     """Tokens (1, 1) of a CUDA GPU as integers. Each is read while the GPU computes the next one."""
-    waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-    for token in chain(tokens, [None]):
-        if token is not None:
-            waiting.append((token.to("cpu", non_blocking=True), torch.cuda.Event()))
-            waiting[-1][1].record()
-        if token is None or len(waiting) == 2:
-            copy, event = waiting.popleft()
-            event.synchronize()
-            yield int(copy)
+    sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for token in tokens:
+        sent.append((token.to("cpu", non_blocking=True), torch.cuda.Event()))
+        sent[-1][1].record()
+        if len(sent) == 2:
+            yield read(*sent.popleft())
+    yield read(*sent.popleft())
+
+
+def read(copy: Tensor, event: torch.cuda.Event) -> int:
+    event.synchronize()
+    return int(copy)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from data.tokenizer import TextStream, from_json, to_json
 from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
-from training import awake, machine, probe
+from training import machine, probe
 from training.checkpoint import find_checkpoint, open_folder, restore, save_checkpoint, take_weights, tensors_of
 from training.config import Config, check_arguments, configuration, fill_in, name_of, refuse_attention, to_type
 from training.huggingface import find_weights
@@ -151,7 +151,7 @@ def set_up(typed: DictConfig) -> Run:
     autocast = machine.set_precision(dtype, device)
     train_step = TrainStep(model, optimizers, scaler, autocast, mode, cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)
     if parent:
-        take_weights(parent, model, ranks)
+        take_weights(parent, model)
     if resumed:
         loader.load_state_dict(state["loader"])
         scaler.load_state_dict(state["scaler"])
@@ -161,7 +161,7 @@ def set_up(typed: DictConfig) -> Run:
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
     metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
-    checks = awake.STEPS if cfg.break_it.broken else ()
+    checks = probe.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
               seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip
     introduce(run, source.path if source else None)
@@ -261,7 +261,7 @@ def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
     seconds, run.last_logged = now - run.last_logged, now
     speed = run.tokens_per_step / seconds
     left = min(run.seconds / step * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
-    peak = machine.peak_flops(device) if run.facts["dtype"] != "float32" else None
+    peak = machine.peak_flops(run.facts["device"]) if run.facts["dtype"] != "float32" else None
     flops = train_step.model.flops_per_token(cfg.length(step)) * speed / run.ranks.size
     record = {"step": step, "loss": stats.loss, "lr": lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
               "tokens_per_second": speed, "memory_gib": machine.memory_gib(device), "eta_s": max(0.0, left),
@@ -330,12 +330,12 @@ def probe_attention(run: Run) -> None:
     x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(train_step.device)
     with train_step.autocast, train_step.uncompiled():  # in training mode, for dropout
         calls = probe.record(train_step.model, x, documents, y)
-        found = awake.effects(calls) if run.step in run.checks else []
+        found = probe.effects(calls) if run.step in run.checks else []
     machine.set_rng_state(rng)  # training's random numbers stay as they are
-    errors = {f"{of}_error": effect.broken for of, effect in awake.worst(found).items()}
+    errors = {f"{of}_error": effect.broken for of, effect in probe.worst(found).items()}
     run.metrics.log({"step": run.step, **probe.reading(calls), **errors})
     if run.step in run.checks:
-        run.metrics.say(awake.in_words(found, run.cfg, run.step))
+        run.metrics.say(probe.in_words(found, run.cfg.break_it, run.step))
 
 
 def sample(run: Run) -> None:

@@ -1,10 +1,10 @@
 """Downloads: tinyshakespeare by HTTP; FineWeb's shards and any file of a dataset on Hugging Face by huggingface_hub,
 which keeps them in its own cache (HF_HOME), resumes, and knows mirrors (HF_ENDPOINT) and private files (HF_TOKEN)."""
 
-import hashlib
 import sys
-import urllib.request
 from pathlib import Path
+
+import torch
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -16,17 +16,12 @@ def shakespeare(cache: Path) -> Path:
     file = cache / "shakespeare" / "input.txt"
     if file.exists():
         return file
-    try:
-        print("downloading", SHAKESPEARE_URL, file=sys.stderr)
-        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
-            text = response.read()
-        if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
-            raise OSError("it is another file, or was cut")
-    except OSError as error:
-        put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
-        raise ValueError(f"{SHAKESPEARE_URL} cannot be downloaded: {error}; run again, or {put}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(text)
+    print("downloading", SHAKESPEARE_URL, file=sys.stderr)
+    try:
+        torch.hub.download_url_to_file(SHAKESPEARE_URL, str(file), SHAKESPEARE_SHA256, progress=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: it has another hash
+        raise ValueError(f"{SHAKESPEARE_URL} cannot be downloaded: {error}; put it at {file.resolve()}") from error
     return file
 
 

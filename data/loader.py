@@ -1,8 +1,7 @@
-"""Token files -> batches, in an order that depends only on the seed and the sample's number.
+"""Token files -> batches, in an order that depends only on the seed and the sample's number. So a checkpoint saves one
+number, the position, which stays right if the number of ranks or the batch size changes.
 
 B batch size, T context_length, N tokens of the text. A sample is T tokens, x, with the next token of each, y.
-The order is computed from (seed, sample number), so a checkpoint saves one number, the position, which stays right if
-the number of ranks or the batch size changes.
 """
 
 import zlib
@@ -18,20 +17,14 @@ from data.dataset import Shards
 
 
 class Batch(NamedTuple):
-    """B windows: input tokens and their targets."""
-
     x: torch.Tensor  # int64 (B, T): input tokens
     y: torch.Tensor  # int64 (B, T): targets, the next token after each token of x
     documents: torch.Tensor | None  # int32 (B, T): number of the document of each token of x; None: not asked for
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`. The copy to a CUDA device is asynchronous, from pinned memory."""
-        if device.type == "cuda":
-            return self.each(lambda part: part.pin_memory().to(device, non_blocking=True))
         return self.each(lambda part: part.to(device))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with change() applied to each tensor."""
         return Batch(change(self.x), change(self.y), None if self.documents is None else change(self.documents))
 
     def micro_batches(self) -> Iterator["Batch"]:
@@ -51,8 +44,7 @@ class Loader:
 
     An epoch cuts the text into N // T windows and returns each once, in random order. The text is a ring: each epoch
     begins cutting at a random token, and the window that reaches the end goes on at the start. So every token is a
-    target equally often. (Independent random windows miss 37 % of the text in an epoch.)
-    """
+    target equally often. (Independent random windows miss 37 % of the text in an epoch.)"""
 
     tokens: np.ndarray | Shards  # (N,)
     documents: np.ndarray  # int64 (documents,): index of each document's first token
@@ -97,8 +89,7 @@ class Loader:
         return {name: getattr(self, name) for name in ("position", "seed", "context_length", "text")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after `state`. Batch size and number of ranks may change: no sample is repeated or missed.
-        ValueError if `state` is of another text, context length or seed."""
+        """Continue after `state`. ValueError if it is of another text, context length or seed."""
         if state["text"] != self.text:
             way_out = "leave out data= and tokenizer=, or begin a new run with its weights by init_from="
             raise ValueError(f"the checkpoint was trained on another text, or on this one before an edit: {way_out}")
@@ -112,9 +103,8 @@ def validation_batches(
     tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int,
     with_documents: bool = True, overlap: bool = False,
 ) -> Iterator[Batch]:  # fmt: skip
-    """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same. The last
-    batch may be smaller. overlap: windows overlap if the text has fewer than max_tokens; false: there are fewer then.
-    ValueError if the text is shorter than one window."""
+    """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same. overlap:
+    they overlap if the text has fewer than max_tokens; false: there are fewer then."""
     check_length(tokens, context_length, "validation")
     windows = (len(tokens) - 1) // context_length
     wanted = max(1, max_tokens // context_length)
@@ -140,13 +130,11 @@ def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts
     if documents is None:
         return Batch(x, y, None)
     rounds, places = np.divmod(np.array(starts)[:, None] + np.arange(T), N)  # (B, T)
-    # A position belongs to the last document that starts at or before it.
     numbers = np.searchsorted(documents, places, side="right") - 1 + rounds * len(documents)
     return Batch(x, y, torch.from_numpy(numbers.astype(np.int32)))
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
-    """ValueError if the text is shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
         way_out = "use a smaller model.context_length or more text"
         raise ValueError(f"the {what} text has {len(tokens):,} tokens, a window takes {context_length + 1}: {way_out}")

@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 from tiktoken import Encoding
 
-from conf.keys import check, key, one_line
+from conf.keys import check, key
 from data import download, made, text
 from data.tokenizer import END_OF_TEXT, TokenizerConfig, build, encode_all, to_json
 
@@ -40,8 +40,7 @@ PIECE = 1 << 18  # characters that are encoded at a time: the tokenizers' patter
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.) ValueError for a path
-    that the source would ignore, and for a missing one."""
+    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
     path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)
@@ -80,7 +79,7 @@ def prepare(
         with FileLock(folder.parent / ".lock"):  # one process makes the folder, the others wait
             if not folder.exists():
                 make(folder, *read(data, files, length), data.val_fraction, kept or tokenizer)
-    print(f"data: {one_line((folder / 'about').read_text(encoding='utf-8'))}", file=sys.stderr)
+    print(f"data: {(folder / 'about').read_text(encoding='utf-8')}", file=sys.stderr)
     return folder
 
 
@@ -108,8 +107,8 @@ def files_of(data: DataConfig, runs: str = "") -> list[Path]:
 
 
 def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], str]:
-    """(documents, a note of the files that cannot be read). Leaves out empty documents and exact repeats: a text both
-    for training and for validation would measure memory. ValueError if no text is left."""
+    """(documents, a note of the files that cannot be read). Leaves out exact repeats: a text both for training and for
+    validation would measure memory. ValueError if no text is left."""
     if length:
         return made.documents(data.source, length), ""
     texts: dict[str, None] = {}  # a set that keeps the order
@@ -133,8 +132,7 @@ def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
 
     Goes through the documents in the order of their hashes, which is random and stays the same when files are renamed
     or added. Takes each one that still fits, half of them at most. If they fill less than half of the share (the text
-    is one or a few big files), the rest comes from the end of the largest other document, from the start of a line.
-    """
+    is one or a few big files), the rest comes from the end of the largest other document, from the start of a line."""
     sizes = {document: len(document.encode()) for document in texts}  # no two are equal
     share = left = val_fraction * sum(sizes.values())
     for document in sorted(texts, key=lambda document: hashlib.sha256(document.encode()).digest()):
@@ -169,7 +167,6 @@ def make(folder: Path, texts: list[str], note: str, val_fraction: float, tokeniz
 
 
 def write_tokens(path: Path, documents: list[str], encoding: Encoding) -> None:
-    """Writes the documents' tokens with the header."""
     magic, dtype = next(item for item in MAGIC.items() if encoding.n_vocab <= 1 << 8 * item[1].itemsize)
     begin = np.array(encoding.eot_token, dtype).tobytes()
     parts = ((b"" if i else begin, piece) for document in documents for i, piece in enumerate(pieces(document)))

@@ -3,7 +3,6 @@
 import functools
 import gzip
 import hashlib
-import io
 import json
 import os
 import sys
@@ -64,9 +63,10 @@ def read(file: Path, field: str = "text") -> list[str]:
             content = gzip.decompress(content)
         if b"\0" in content:
             raise ValueError(f"{file} has a zero byte, so it is binary: leave it out")
+        whole = content.decode("utf-8-sig")
         if suffix(file) != ".jsonl":
-            return [content.decode("utf-8-sig")]
-        lines = enumerate(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="\n"), start=1)
+            return [whole]
+        lines = enumerate(whole.split("\n"), start=1)
         return [text_of(line, field, f"{file}:{number}") for number, line in lines if line.strip()]
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read ({error}): fetch it again or leave it out") from error

@@ -22,7 +22,6 @@ import tiktoken
 from conf.keys import check, key
 
 END_OF_TEXT = "<|endoftext|>"
-BPE_TOKENS = 4096  # of tokenizer=bpe if tokenizer.vocab_size is null and the text has pairs for so many
 
 
 @dataclass
@@ -30,7 +29,7 @@ class TokenizerConfig:
     """Which tokenizer. ValueError if vocab_size is set for another kind than bpe."""
 
     kind: str = key("byte", among="byte | bpe (learned from the text) | gpt2 | kept (of init_from= or data=bin)")
-    vocab_size: int | None = key(None, f"tokens of bpe; null: {BPE_TOKENS}, fewer if the text is small", least=257)
+    vocab_size: int | None = key(None, "tokens of bpe; null: 4096, fewer if the text is small", least=257)
 
     def __post_init__(self):
         check(self, "tokenizer.")
@@ -50,7 +49,6 @@ def build(config: TokenizerConfig, texts: Iterable[str], kept: tiktoken.Encoding
 
 
 def byte_encoding() -> tiktoken.Encoding:
-    """257 tokens: byte b is token b, and 256 is end of text."""
     ranks = {bytes([b]): b for b in range(256)}
     return tiktoken.Encoding("byte", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
 
@@ -60,7 +58,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int | None = None) -> tiktoken.E
     tokens in all. None: 4096, or as many as the texts have pairs for. ValueError if vocab_size is more than that."""
     trainer = rustbpe.Tokenizer()
     # buffer_size: how many texts rustbpe copies before it counts them. Its default, 8192, could be gigabytes.
-    trainer.train_from_iterator(iter(texts), (vocab_size or BPE_TOKENS) - 1, buffer_size=256)
+    trainer.train_from_iterator(iter(texts), (vocab_size or 4096) - 1, buffer_size=256)
     size = trainer.vocab_size + 1  # rustbpe stops without an error when no pairs are left
     if vocab_size and size < vocab_size:
         way_out = f"use tokenizer.vocab_size={size} or less, tokenizer=byte, or more text"
@@ -132,7 +130,6 @@ def to_json(encoding: tiktoken.Encoding) -> str:
 
 
 def from_json(text: str | bytes) -> tiktoken.Encoding:
-    """The inverse of to_json."""
     content = json.loads(text)
     ranks = {base64.b64decode(token): rank for token, rank in content["ranks"].items()}
     name, pattern, special = content["name"], content["pattern"], content["special_tokens"]

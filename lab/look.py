@@ -39,9 +39,8 @@ NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which 
 
 
 def look(run: str | None, runs: Path, prompt: str | None, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint; a head takes 2 T**2 / 3 bytes. prompt: the text; None: the first
-    TOKENS of the validation text. out: the file; None: look.html in the run's folder. ValueError for a text longer than
-    the model's context."""
+    """Writes the page of a run's best checkpoint. prompt: the text; None: the first TOKENS of the validation text. out:
+    the file; None: look.html in the run's folder. A head takes 2 T**2 / 3 bytes."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     model = network(trained, "tiled", cpu)
@@ -62,11 +61,6 @@ def look(run: str | None, runs: Path, prompt: str | None, out: Path | None) -> N
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data), encoding="utf-8")
     stamp = f"BROKEN[{broken}] " if broken else ""
     print(f"{stamp}{title}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
-    for layer in layers:
-        for number, head in enumerate(layer["heads"]):
-            if pattern := head["pattern"]:
-                share = f"{head['shares'][pattern]:.0%} of its weight"
-                print(f"layer {layer['layer']}, head {number} {PATTERNS[pattern]} ({share})")
 
 
 def text_of(trained: Checkpoint, prompt: str | None) -> tuple[Tensor, Tensor | None]:
@@ -74,23 +68,19 @@ def text_of(trained: Checkpoint, prompt: str | None) -> tuple[Tensor, Tensor | N
     config, encoding = trained.state["config"], from_json(trained.tokenizer)
     T, documents = config["model"]["context_length"], None
     if prompt is not None:  # as in training, a document begins after an end-of-text token
-        ids = [trained.state.get("begin", encoding.eot_token), *encode(encoding, prompt).tolist()]
-    elif "data" not in config:
-        raise ValueError(f"{trained.path} is of no run, so it has no validation text: use prompt=")
+        ids = [encoding.eot_token, *encode(encoding, prompt).tolist()]
     else:
         data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
         dataset = open_data(data, tokenizer, encoding, T, config["runs"])
         ids = dataset.val[: min(T, TOKENS)].tolist()
         begins = torch.as_tensor(dataset.val_documents)
         documents = torch.searchsorted(begins, torch.arange(len(ids)), right=True)[None]
-    if len(ids) > T:
-        raise ValueError(f"a text of {len(ids)} tokens: the model's context is {T}; use a shorter prompt=")
     return torch.tensor([ids]), documents
 
 
 def weights_of(call: Call) -> Tensor:
-    """What each value is multiplied by, (H, T, T): the output for values that are 1 for one key and 0 for the others, D
-    keys at a time. So a broken call has the weights that it really uses."""
+    """What each value is multiplied by, (H, T, T): the output for values that are 1 for one key and 0 for the others.
+    So a broken call has the weights that it really uses."""
     T, D = call.k.shape[2:]
     config, parts = replace(call.config, impl="tiled"), []
     for j in range(0, T, D):
@@ -123,7 +113,7 @@ def of_layer(call: Call, tokens: Tensor) -> dict[str, Any]:
         best = max(mine, key=lambda name: mine[name], default="")
         pattern = best if best and mine[best] >= NAMED else ""
         heads.append(of_picture(p[h]) | {"entropy": float(entropy[h]), "shares": mine, "pattern": pattern})
-    return {"layer": call.layer, "window": call.config.window, "heads": heads}
+    return {"window": call.config.window, "heads": heads}
 
 
 def of_picture(p: Tensor) -> dict[str, Any]:
@@ -137,8 +127,7 @@ def of_picture(p: Tensor) -> dict[str, Any]:
 
 
 def replay(path: Path) -> None:
-    """Runs a kept batch again. Prints the gauges of every attention call and the first tile that is not finite. path: a
-    folder in runs/NAME/faults. ValueError for another checkpoint."""
+    """Runs a kept batch again. Prints the gauges of every attention call, and the first tile that is not finite."""
     kept, device = load_checkpoint(path), pick_device("auto")
     if "batch.x" not in kept.training:
         raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")

@@ -95,5 +95,4 @@ class Operations(TorchDispatchMode):
 
 
 def tensors_in(value) -> list[Tensor]:
-    """The tensors among an operation's arguments or results, also inside tuples, lists and dicts."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]

@@ -8,7 +8,6 @@ import math
 import os
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -30,15 +29,14 @@ Losses = dict[str, list[float]]  # of each step of a whole and of a broken train
 
 
 def losses_of(failure: str, wakes: str) -> list[float]:
-    """The loss of each step of a short training on Python's standard library, in nats per byte. A loss that is not
-    finite ends it. failure: a name, or none. wakes: arguments of train.py."""
-    given = OmegaConf.merge({"attention": {}, "break_it": {}, "model": {}}, OmegaConf.from_dotlist(wakes.split()))
+    """The loss of each step of a short training on Python's standard library, in nats per byte. It ends at a loss that
+    is not finite. failure: a name, or none. wakes: arguments of train.py."""
+    defaults = {"model": vars(SMALL), "attention": {"impl": "tiled", "block_m": 64, "block_n": 32}, "break_it": {}}
+    given = OmegaConf.merge(defaults, OmegaConf.from_dotlist(wakes.split()))
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     torch.manual_seed(1)
-    fixed: dict[str, Any] = {"impl": "tiled", "block_m": 64, "block_n": 32}
-    attention = AttentionConfig(**fixed | dict(given.attention))
-    model = GPT(GPTConfig(**vars(SMALL) | dict(given.model)), attention, BreakIt(failure, **given.break_it))
+    model = GPT(GPTConfig(**given.model), AttentionConfig(**given.attention), BreakIt(failure, **given.break_it))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses: list[float] = []
     while len(losses) < STEPS and (not losses or math.isfinite(losses[-1])):
@@ -105,8 +103,8 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
 
 
 def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: dict) -> Path:
-    """Writes the failures of `lines` into out/break-it.md; keeps all others, and all prose. A page that does not exist
-    yet starts as docs/break-it.md. losses: of trainings(), by failure. facts: of training/machine.py's about()."""
+    """Writes the failures of `lines` into out/break-it.md, which begins as docs/break-it.md. Keeps all others, and all
+    prose. losses: of trainings(), by failure."""
     path = out / PAGE.name
     text = (path if path.exists() else PAGE).read_text(encoding="utf-8")
     for name in dict.fromkeys(line.failure for line in lines):
@@ -115,12 +113,10 @@ def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: d
         prose = old.strip().partition("\n\n")[2].partition("```\npython train.py")[0]  # after the first paragraph
         new = section(name, prose, [line for line in lines if line.failure == name], losses[name], facts)
         text = f"{before}\n## {name}\n\n{new}{mark}{after}"
-    rows = [f"| [{name}](#{name}) | {x.removed} | {x.acts} |\n" for name, x in break_it.FAILURES.items()]
+    rows = "".join(f"| [{name}](#{name}) | {x.removed} | {x.acts} |\n" for name, x in break_it.FAILURES.items())
     head, sections = text.split("| failure |")[0], text[text.index("\n## ") :]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f"{head}| failure | taken out | it acts |\n|---|---|---|\n{''.join(rows)}{sections}", encoding="utf-8"
-    )
+    path.write_text(f"{head}| failure | taken out | it acts |\n|---|---|---|\n{rows}{sections}", encoding="utf-8")
     return path
 
 

@@ -22,20 +22,13 @@ from training.machine import DTYPES, about
 
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D", "causal", "window"]
 COLUMNS += ["share", "dropout_p", "pass", "ms", "tflops", "peak_mib"]
-BOTH = "forward+backward"
-WORDS = {  # in the table, instead of numbers
-    "-": "it cannot run this; the reason is printed above",
-    "memory": "it ran out of memory",
-    "slow": "at its speed so far it would take longer than patience={patience:g} seconds",
-}
-told: set[tuple[str, str]] = set()  # who cannot run, and why
+BOTH, MEMORY = "forward+backward", "out of memory"
 
 
-def race(cases: list[Case], impls: list[str], device: torch.device, dtype: str, patience: float, out: Path):
-    """Checks, races and draws. Appends a row for each measurement to out/results.csv, draws speed.png and memory.png.
-    cases: series, one after the other, of cases that differ in T and B alone, shortest first. patience: seconds.
-    Raises RuntimeError if one of ours is wrong."""
-    facts, words = about(device) | {"dtype": dtype}, set[str]()
+def race(cases: list[Case], impls: list[str], device: torch.device, dtype: str, out: Path):
+    """Appends a row for each measurement to out/results.csv; draws speed.png and memory.png. cases: series, one after
+    the other, of cases that differ in T and B alone, shortest first. RuntimeError if one of ours is wrong."""
+    facts = about(device) | {"dtype": dtype}
     out.mkdir(parents=True, exist_ok=True)
     where = "{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts)
     print(where, flush=True)
@@ -44,26 +37,21 @@ def race(cases: list[Case], impls: list[str], device: torch.device, dtype: str, 
     for case in cases:
         shared = ", ".join(f"{name}={x}" for name, x in asdict(case).items() if name not in "BT" and x is not None)
         if shared not in raced:
-            raced[shared] = []
-            word, tflops = dict.fromkeys(names, ""), dict.fromkeys(names, math.inf)  # both at the length before
+            raced[shared], ended = [], dict[str, str]()  # ended: who cannot run longer ones either, and why
             print(f"\n{shared}\n{'':27}" + "".join(f"{which:>20}" for which in PASSES))
             print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>10}{'TFLOP/s':>10}" * 3 + f"{'MiB':>11}", flush=True)
         for name in names:
-            slow = "slow" if case.flops(BOTH) / tflops[name] / 1e12 > patience else ""
-            found = word[name] or slow or attempt(name, case, device, DTYPES[dtype], partial(measure, case))
+            found = ended.get(name) or attempt(name, case, device, DTYPES[dtype], partial(measure, case))
             if isinstance(found, str):
-                word[name], numbers, found = found, f"{found:>10}", [{"pass": which} for which in PASSES]
+                ended[name], numbers = found, f"  {found}"
+                found = [{"pass": which} for which in PASSES if found == MEMORY]
             else:
-                tflops[name] = found[-1]["tflops"]
                 numbers = "".join(f"{row['ms']:>10.4g}{row['tflops']:>10.4g}" for row in found)
                 numbers += f"{found[-1]['peak_mib']:>11.3f}"
             print(f"{case.T:>7}{case.B:>4}  {name:14}{numbers}", flush=True)
-            words.add(word[name])
-            if word[name] in ("", "memory"):
-                rows = [facts | asdict(case) | {"impl": name, "share": case.share} | row for row in found]
-                append(rows, out / "results.csv")  # now, because a race that is cut short keeps what it has
-                raced[shared] += rows
-    print(*(f"\n{word}: {why.format(patience=patience)}" for word, why in WORDS.items() if word in words), sep="")
+            rows = [facts | asdict(case) | {"impl": name, "share": case.share} | row for row in found]
+            append(rows, out / "results.csv")  # now, because a race that is cut short keeps what it has
+            raced[shared] += rows
     picture(raced, "tflops", ["forward", "backward"], "TFLOP/s (higher is better)", where, out / "speed.png")
     picture(raced, "peak_mib", [BOTH], "peak memory, MiB (lower is better)", where, out / "memory.png")
     print(f"results and pictures are in {out}")
@@ -88,9 +76,10 @@ def check(impls: list[str], cases: list[Case], device: torch.device, dtype: torc
     for name in impls:
         shares: list[float] = []  # of the allowed errors
         for case, reference, allowed in problems:
+            if case.dropout_p and name not in OURS:
+                continue  # peers drop other weights than ours do
             found = attempt(name, case, device, dtype, forward_and_backward)
-            comparable = name in OURS or not case.dropout_p  # peers drop other weights than ours do
-            if comparable and not isinstance(found, str):
+            if not isinstance(found, str):
                 shares += [float((f - r).abs().max()) / a for f, r, a in zip(found, reference, allowed, strict=True)]
         wrong = not all(share <= 1 for share in shares)  # NaN is wrong
         if wrong and name in OURS:
@@ -98,6 +87,8 @@ def check(impls: list[str], cases: list[Case], device: torch.device, dtype: torc
         if shares:
             print(f"check {name:14} {'WRONG, left out' if wrong else 'right'}: {max(shares):.2f} of the allowed error")
             right += [name] * (not wrong)
+        else:
+            print(f"check {name:14} left out: {found}")
     return right
 
 
@@ -138,28 +129,23 @@ def measure(case: Case, f: Callable, x: list[Tensor]) -> list[dict]:
 
 
 def attempt(name: str, case: Case, device: torch.device, dtype: torch.dtype, action: Callable):
-    """Returns action(f, x) for o = f(*x[:3]), or a word: "memory" if it ran out of memory, "-" if the implementation
-    cannot run, and prints why, once. Other errors of ours are bugs and are raised."""
+    """Returns action(f, x) for o = f(*x[:3]), or why the implementation cannot run it: MEMORY, or a sentence. Other
+    errors of ours are bugs and are raised."""
     try:
         # torch says in a warning why it has no kernel, then raises an error without the reason.
         with warnings.catch_warnings(record=True) as said:
             return action(attention_of(name, case, device), inputs(case, device, dtype))
     except (ImportError, RuntimeError, AssertionError, ValueError) as error:
         if any(text in str(error) for text in ("out of memory", "DefaultCPUAllocator")):
-            return "memory"
-        if name in OURS and not isinstance(error, ValueError):
+            return MEMORY
+        if name in OURS and not isinstance(error, ValueError | ImportError):
             raise
         why = str(said[-1].message if said and isinstance(error, RuntimeError) else error)
-        first_sentence = why.partition("\n")[0].partition(". ")[0].removesuffix(".")
-        if (name, first_sentence) not in told:
-            told.add((name, first_sentence))
-            print(f"{name}: cannot run {'with dropout ' if case.dropout_p else ''}here ({first_sentence})", flush=True)
-        return "-"
+        return why.partition("\n")[0].partition(". ")[0].removesuffix(".")  # its first sentence
 
 
 def picture(raced: dict[str, list[dict]], value: str, passes: list[str], what: str, where: str, path: Path) -> None:
-    """Draws row[value] over length: a row of panels for each series, a column for each pass, a line for each
-    implementation, solid for ours. what: the meaning and unit of `value`. where: device and versions."""
+    """Draws row[value] over length: a row of panels for each series, a column for each pass. what: `value` in words."""
     figure = Figure(figsize=(11, 3.2 * len(raced) + 1.5), layout="constrained")
     figure.suptitle(where, fontsize=11)
     grid = figure.subplots(len(raced), len(passes), squeeze=False)

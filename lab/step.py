@@ -48,7 +48,10 @@ def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
     for T, residual_dtype in itertools.product(lengths, ("float32", "autocast") if cuda else ("float32",)):
         torch.compiler.reset()  # or a model of another length would be compiled for variable lengths
         config = replace(GPT2 if cuda else NANO, context_length=T, residual_dtype=residual_dtype)
-        batches = some_batches(config, max(1, tokens // T), device)
+        windows = torch.randint(config.vocab_size or 1, (STEPS, 1, max(1, tokens // T), T + 1))
+        batches = [Batch(w[..., :-1].contiguous(), w[..., 1:].contiguous(), None) for w in windows]
+        if cuda:  # no side waits for its data
+            batches = [batch.each(torch.Tensor.pin_memory) for batch in batches]
         builds = partial(our_step, config, autocast, device), partial(their_step, module, config, autocast, device)
         sides, gib = list[Step](), list[float]()  # frees the sides of the length before
         for build in builds:
@@ -103,10 +106,3 @@ def their_step(module, config: GPTConfig, autocast, device: torch.device) -> Ste
             loss.item()
 
     return step
-
-
-def some_batches(config: GPTConfig, B: int, device: torch.device) -> list[Batch]:
-    """Batches of random tokens, (1, B, T) as TrainStep takes them, on the host: no side waits for its data."""
-    windows = torch.randint(config.vocab_size or 1, (STEPS, 1, B, config.context_length + 1))
-    batches = [Batch(w[..., :-1].contiguous(), w[..., 1:].contiguous(), None) for w in windows]
-    return [batch.each(torch.Tensor.pin_memory) for batch in batches] if device.type == "cuda" else batches

@@ -19,8 +19,6 @@ ROUNDING = 1e-6  # a smaller share of o is rounding
 
 
 class Head(NamedTuple):
-    """One head of one sequence."""
-
     labels: list[str]  # (T,): the tokens
     q: Tensor  # (T, D)
     k: Tensor  # (T_k, D)
@@ -70,8 +68,7 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
 def trace(
     head: Head, row: int, M: int, N: int, causal: bool, failure: str = "none", score_gain: float = 1.0
 ) -> Iterator[str]:
-    """A line for each tile of the row: m, l, alpha, the first four numbers of o = acc / l so far, what changed. Raises
-    ValueError for a row that is not there."""
+    """A line for each tile of the row: m, l, alpha, the first four numbers of o = acc / l so far, what changed."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     break_it = BreakIt(failure, score_gain)

@@ -29,10 +29,9 @@ def tile_of(D: int, M: int) -> tuple[int, int]:
 
 
 def count(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[int, int]:
-    """Words moved by one forward, and by one backward, of one head.
-
-    naive: each operation reads its inputs and writes its result. tiled: q, o and lse of each row once (in a backward q,
-    do, dq, lse and delta), and k and v for each tile that it visits (in a backward also dk and dv, in and out)."""
+    """Words moved by one forward, and by one backward, of one head. naive: each operation reads its inputs and writes
+    its result. tiled: q, o and lse of each row once (in a backward q, do, dq, lse and delta), and k and v for each tile
+    that it visits (in a backward also dk and dv, in and out)."""
     q, k, v, do = torch.randn(4, 1, 1, N, D, requires_grad=True)  # each (1, 1, N, D)
     config = AttentionConfig(impl, *tile_of(D, M))
     if impl == "naive":
@@ -47,11 +46,9 @@ def count(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[int, int]:
 
 
 def predicted(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[float, float]:
-    """The same for large N.
-
-    naive: the forward reads or writes a table of N x N 18 times, the backward 27 times. A causal mask takes another 4.
-    tiled: has N / block_m tiles of rows. For each of them and each key the forward moves 2 D words, the backward 6 D. A
-    causal mask halves the keys."""
+    """The same for large N. naive: the forward reads or writes a table of N x N 18 times (22 with a causal mask), the
+    backward 27 times. tiled: for each of its N / block_m tiles of rows and each key the forward moves 2 D words, the
+    backward 6 D. A causal mask halves the keys."""
     if impl == "naive":
         return (18.0 + 4 * causal) * N * N, 27.0 * N * N
     visited = N / tile_of(D, M)[0] * N * (0.5 if causal else 1)

@@ -1,8 +1,8 @@
 """Attention in float64 by its formulas, a method for each step; and what implementations compute on the same inputs.
 
-The inputs are rounded to the dtype first. The gradients are those of sum(o * do). The prediction of a failure is a
-subclass that overrides the step that the failure breaks (lab/failures.py). Some failures are overflows, so weights, l
-and acc are held in float32, and the weights that multiply v in the inputs' dtype.
+The gradients are those of sum(o * do). The prediction of a failure is a subclass that overrides the step that the
+failure breaks (lab/failures.py). Some failures are overflows, so weights, l and acc are held in float32, and the
+weights that multiply v in the inputs' dtype.
 
     q, do, o, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse (B, H, T)    scores, weights (B, H, T, T_k)
 """
@@ -133,7 +133,7 @@ class Whole:
         return (self.do * o).sum(-1, keepdim=True)
 
     def results(self) -> Results:
-        """All of RESULTS. The gradients are left out where o is not finite: the training has stopped by then."""
+        """The gradients are left out where o is not finite: the training has stopped by then."""
         o, lse, p = self.forward()
         found = {"o": o, "lse": lse[..., 0]}
         return found | self.gradients(o, p) if o.isfinite().all() else found

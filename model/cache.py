@@ -52,6 +52,3 @@ class KVCache:
         self.length += T
         if self.position is not None:
             self.position += T
-
-    def clear(self) -> None:
-        self.advance(-self.length)

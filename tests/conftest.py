@@ -49,9 +49,8 @@ class Ended(NamedTuple):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Which tests ran before on the same core, and what random numbers they left, depends on how fast each of them was.
-    So every test begins with the same ones, and what it draws is drawn each time. The precision of float32 products is
-    another thing that a run of train.py leaves behind."""
+    """What a test finds must not depend on which others ran before it on the same core. They leave random numbers and,
+    as train.py does, a precision of float32 products."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
 

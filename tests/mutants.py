@@ -59,7 +59,7 @@ TABLE = {
          "torch.arange(self.length + 1, self.length + 1 + T", "generate")],
     "model/generate.py": [
         ("top_p keeps one too few", "cumsum(-1) - ordered >= self.top_p", "cumsum(-1) >= self.top_p", "generate"),
-        ("a full cache is not cleared", "kv_cache.clear()", "pass", "generate")],
+        ("a full cache is not cleared", "kv_cache.advance(-kv_cache.length)", "pass", "generate")],
     "kernels/launch.py": [
         ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
         ("all sequences visit the first one's tiles", "len(table) == 1 else table.stride(0)", "True else 0", "flash"),
@@ -101,8 +101,7 @@ TABLE = {
         ("gradients are not summed", "dist.all_reduce(flat)", "dist.all_reduce(flat.clone())", "parallel"),
         ("each rank has the first positions", "(self.rank * n, (self.rank + 1) * n,", "(0, n,", "parallel")],
     "training/probe.py": [
-        ("headroom forgets 16 bits", "math.log(torch.finfo(call.q.dtype).max)", "math.log(3e38)", "probe")],
-    "training/awake.py": [
+        ("headroom forgets 16 bits", "math.log(torch.finfo(call.q.dtype).max)", "math.log(3e38)", "probe"),
         ("a broken call is compared with itself", "replace(call.break_it, broken=())", "call.break_it", "awake")],
     "training/huggingface.py": [
         ("logits are not compared", "if not difference <= 1e-3 * spread:", "if False:", "huggingface")],

@@ -18,7 +18,7 @@ import train as script
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training.parallel import ParallelConfig, join
+from training.parallel import ParallelConfig, join, whole
 
 
 def train(*arguments: str) -> None:
@@ -46,7 +46,7 @@ def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: 
         part.backward()
         loss = loss + part.detach()
     loss = ranks.all_reduce(loss, gpt.parameters())
-    norm = ranks.norm([p.grad for p in gpt.parameters()])
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters()]))
     found = {name: ranks.whole(p.grad) for name, p in gpt.named_parameters()}
     held = sum((p.to_local() if ranks.config.shard else p).numel() for p in gpt.parameters())
     if ranks.first:

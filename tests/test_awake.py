@@ -12,8 +12,7 @@ from model.attention import AttentionConfig
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.runs import records
-from training import awake
-from training.probe import record
+from training import probe
 
 T = 64
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": T, "vocab_size": 50, "position": "rope"}
@@ -41,8 +40,8 @@ def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth:
         for block in model.blocks:
             block.attention.qkv.weight[: 2 * cfg.model.n_embd] *= growth
     tokens = torch.randint(50, (1, T + 1))
-    found = awake.effects(record(model, tokens[:, :-1], targets=tokens[:, 1:]))
-    return any(effect.more_than_rounding for effect in found), awake.in_words(found, cfg, 1)
+    found = probe.effects(probe.record(model, tokens[:, :-1], targets=tokens[:, 1:]))
+    return any(effect.more_than_rounding for effect in found), probe.in_words(found, cfg.break_it, 1)
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -64,9 +63,9 @@ def test_a_wrong_seed_spoils_the_gradients_alone():
     attention = AttentionConfig("tiled", 16, 16, dropout_p=0.5)
     model = GPT(GPTConfig(**SIZE, recompute="true"), attention, BreakIt("stale_seed"))
     tokens = torch.randint(50, (1, T + 1))
-    found = awake.effects(record(model, tokens[:, :-1], targets=tokens[:, 1:]))
-    assert not awake.worst(found)["o"].more_than_rounding
-    assert awake.worst(found)["gradient"].more_than_rounding
+    found = probe.effects(probe.record(model, tokens[:, :-1], targets=tokens[:, 1:]))
+    assert not probe.worst(found)["o"].more_than_rounding
+    assert probe.worst(found)["gradient"].more_than_rounding
 
 
 def test_a_broken_run_looks_at_steps_1_10_and_100_and_a_whole_run_does_not(small_run, tmp_path):

@@ -20,8 +20,8 @@ from model.attention import AttentionConfig, attention
 from model.gpt import GPTConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL = {"lengths": [128, 64], "heads": [1], "head_sizes": [16], "device": "cpu", "dtype": "float32", "patience": 1e6,
-         "impls": ["naive", "tiled", "sdpa_flash", "sdpa_cudnn"], "tokens": 128}  # fmt: skip
+SMALL = {"lengths": [128, 64], "heads": [1], "head_sizes": [16], "device": "cpu", "dtype": "float32", "tokens": 128,
+         "impls": ["naive", "tiled", "sdpa_flash", "sdpa_cudnn"]}  # fmt: skip
 
 
 def race_of(out: Path, **options) -> None:
@@ -34,9 +34,8 @@ def table_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def timed_once(monkeypatch):
-    """Each action is timed once, and not for a tenth of a second. What a peer lacks is said again in each test."""
+    """Each action is timed once, and not for a tenth of a second."""
     monkeypatch.setattr(race, "median_ms", lambda f, device, prepare=tuple: ms_of(lambda: f(*prepare()), device))
-    race.told.clear()
 
 
 def test_the_instrument_counts_what_is_alive_at_once():
@@ -78,10 +77,10 @@ def test_every_case_has_a_row_for_each_implementation_and_pass_and_a_line(tmp_pa
     assert len(rows) == 4 * 9 + 4 * 6
     assert all(row["ms"] and bool(row["peak_mib"]) == (row["pass"] == "forward+backward") for row in rows)
     table = [line.split()[2:] for line in lines if line.split()[:1] in (["64"], ["128"])]
-    assert [line[1:] == ["-"] for line in table] == [False] * 12 + [False, False, True] * 4
-    why = [line.split(" (")[0] for line in lines if line.startswith("sdpa_")]
-    assert why == ["sdpa_flash: cannot run with dropout here", "sdpa_cudnn: cannot run here"]
-    assert [line[:2] for line in lines if line[1:3] == ": "] == ["-:"]
+    numbers = [all(cell[0].isdigit() for cell in line[1:]) for line in table]
+    assert numbers == [True] * 12 + [True, True, False] * 4
+    assert all("dropout" in " ".join(line) for line, runs in zip(table, numbers, strict=True) if not runs)
+    assert len([line for line in lines if line.startswith("check sdpa_cudnn     left out: ")]) == 1
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("speed.png", "memory.png"))
 
 
@@ -122,37 +121,39 @@ def test_a_peer_of_torchs_runs_its_own_backend_and_no_other_and_is_told_of_group
         assert attention_of(f"sdpa_{name}", case, CUDA)(q, k, v) == ([backend], bool(H_kv))
 
 
-def test_who_gets_slow_or_finds_no_memory_ends_its_series_and_the_others_go_on(monkeypatch, tmp_path):
-    """naive takes 100 ms for a pass. tiled has no memory at 64. What a race has when it is cut short it keeps."""
+def test_who_finds_no_memory_ends_its_series_and_the_others_go_on(monkeypatch, tmp_path):
+    """tiled has no memory at 64. What a race has when it is cut short it keeps."""
 
     def attempt(name, case, *_):
         if case.T > 128:
             raise KeyboardInterrupt
-        ms = 100.0 if name == "naive" else 1.0
-        rows = [{"pass": p, "ms": ms, "tflops": case.flops(p) / ms / 1e9, "peak_mib": 1.0} for p in PASSES]
-        return "memory" if name == "tiled" and case.T == 64 else rows
+        rows = [{"pass": which, "ms": 1.0, "tflops": 1.0, "peak_mib": 1.0} for which in PASSES]
+        return race.MEMORY if name == "tiled" and case.T == 64 else rows
 
-    names = ["sdpa_flash", "naive", "tiled"]
+    names = ["naive", "tiled"]
     monkeypatch.setattr(race, "check", lambda *_: names)
     monkeypatch.setattr(race, "attempt", attempt)
     with pytest.raises(KeyboardInterrupt):
-        race_of(tmp_path, lengths=[16, 32, 64, 128, 256], tokens=1, dropout_p=[0.0], patience=0.3)
+        race_of(tmp_path, lengths=[16, 32, 64, 128, 256], tokens=1, dropout_p=[0.0])
     rows = [row for row in table_of(tmp_path / "results.csv") if row["pass"] == "forward"]
     lengths = {name: [(int(row["T"]), bool(row["ms"])) for row in rows if row["impl"] == name] for name in names}
-    assert lengths["naive"] == [(16, True)]  # 0.1 s at 16 promises 0.4 s at 32
     assert lengths["tiled"] == [(16, True), (32, True), (64, False), (128, False)]
-    assert lengths["sdpa_flash"] == [(16, True), (32, True), (64, True), (128, True)]
+    assert lengths["naive"] == [(16, True), (32, True), (64, True), (128, True)]
 
 
 def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
     def broken(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def absent(*_):
+        raise ImportError("No module named 'triton'")
+
     few, many = Case(1, 1, 8, 4, True, 0.0), Case(1, 2**14, 2**20, 64, True, 0.0)
     with pytest.raises(RuntimeError, match="illegal"):
         attempt("tiled", few, CPU, torch.float32, broken)
-    assert attempt("sdpa_flash", few, CPU, torch.float32, broken) == "-"
-    assert attempt("tiled", many, CPU, torch.float32, broken) == "memory"
+    assert attempt("sdpa_flash", few, CPU, torch.float32, broken).startswith("CUDA error")
+    assert attempt("tiled", many, CPU, torch.float32, broken) == race.MEMORY
+    assert attempt("triton", few, CPU, torch.float32, absent) == "No module named 'triton'"
 
 
 def test_a_wrong_implementation_of_ours_ends_the_race(monkeypatch, tmp_path):

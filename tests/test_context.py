@@ -60,8 +60,7 @@ def test_the_loss_given_a_context_is_that_of_a_plain_computation(begins):
 def test_every_context_given_predicts_the_same_tokens(T):
     tokens = torch.arange(2 * T).view(2, T)
     measured = tokens[:, T - context.most(T) // 2 :].flatten()
-    assert context.contexts(T)[-1] == T
-    for n in [n for n in context.contexts(T) if n & (n - 1) == 0]:
+    for n in [n for n in (32, 64, 128, 256, 512) if n <= T]:
         cut = context.pieces(tokens, n)
         assert cut.shape[1] == n
         assert torch.equal(cut[:, n // 2 :].flatten(), measured)

@@ -12,7 +12,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux only")
 
 from kernels import launch
-from kernels.problem import in_parts
 from model.attention import problem_of
 from model.break_it import UNBROKEN, BreakIt
 from tests.gluon_on_cpu import hopper_on_cpu, on_cpu
@@ -46,8 +45,7 @@ def forward(case: Case, seed: int = 0, **changed) -> list[Tensor]:
 
 def backward(case: Case, seed: int = 0, **changed) -> list[Tensor]:
     with hopper_on_cpu(seed, **changed):
-        q, k, *rest = given(case)
-        return in_parts(launch.backward(q, k, *rest), q, k)
+        return launch.in_parts(launch.backward(*given(case)), *given(case)[:2])
 
 
 def same(found: list[Tensor], right: list[Tensor]) -> bool:

@@ -96,7 +96,7 @@ def test_the_page_of_a_run_has_its_text_its_documents_and_every_head(call, runs,
     assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "prompt=f(x): a").code == 0
     assert "".join(data_of(out)["tokens"][1:]) == "f(x): a"
     refused = call(breakit, "look=true", "run=whole", f"runs={runs}", "prompt=" + 40 * "x")
-    assert (refused.code, "context is 32" in refused.err) == (1, True)
+    assert (refused.code, "context_length=32" in refused.err) == (1, True)
 
 
 def test_the_page_of_a_broken_run_says_so(call, runs, tmp_path):

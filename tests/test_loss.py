@@ -111,8 +111,7 @@ def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, m
         monkeypatch.setattr("kernels.loss.loss_in_place", lambda logits, *_: logits[:, 0].clone())
     with PeakBytes() as counted:
         next_token_loss(x, weight, targets)
-    tables = 1 if path == "kernel" else 2  # in torch log_softmax has a result of its own
-    assert tables * 16 * 2048 * 4 <= counted.peak < (tables + 1) * 16 * 2048 * 4
+    assert 1 <= counted.peak / (16 * 2048 * 4) - (path == "torch") < 2  # log_softmax has a result of its own
     with torch.no_grad(), PeakBytes() as counted:
         token_losses(x, weight, targets)
     assert counted.peak < 3 * 16 * 2048 * 4

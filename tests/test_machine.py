@@ -18,7 +18,7 @@ from training import machine
      ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("Tesla T4", None)],
 )  # fmt: skip
 def test_the_peak_is_that_of_the_gpu_or_unknown(name, teraflops):
-    assert machine.peak_of(name) == (teraflops and teraflops * 1e12)
+    assert machine.peak_flops(name) == (teraflops and teraflops * 1e12)
 
 
 def test_a_cpus_memory_is_the_processs():

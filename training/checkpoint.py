@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training.machine import rng_state, set_rng_state
-from training.parallel import ALONE, Ranks
+from training.parallel import ALONE, Ranks, like
 
 Tensors = dict[str, Tensor]
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -68,7 +68,7 @@ def save_checkpoint(
     folder: Path, step: int, weights: Tensors, training: Tensors, state: dict, tokenizer: str, keep_last: int
 ) -> Path:
     """Writes folder/step_000030, completely or not at all. Keeps the newest `keep_last` and the one with the lowest
-    state["val_loss"]. OSError for a full disk: earlier checkpoints are as they were."""
+    state["val_loss"]."""
     final = folder / f"step_{step:06d}"
     temporary = folder / f".tmp-{final.name}"
     for left_by_a_kill in folder.glob(".tmp-*"):
@@ -170,22 +170,22 @@ def tensors_of(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALO
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALONE) -> None:
     """Sets weights, optimizers and random state to those of the checkpoint. Last, because building draws numbers.
     With another number of processes the random state stays as it is: they draw other dropout."""
-    take_weights(checkpoint, model, ranks)
+    take_weights(checkpoint, model)
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         of_this = {key: x for key, x in checkpoint.training.items() if key.rpartition(".")[0] == name}
         # Copied, because the loaded tensors are views of a file. All are where the weight is: the optimizers are fused.
-        owner[p].state[p] = {key.rpartition(".")[2]: ranks.like(x, p) for key, x in of_this.items()}
+        owner[p].state[p] = {key.rpartition(".")[2]: like(x.to(p.device, copy=True), p) for key, x in of_this.items()}
     states = {name: x for name, x in checkpoint.training.items() if name.startswith("rng.")}
     if len(states["rng.cpu"]) == ranks.size:
         set_rng_state({name: x[ranks.rank] for name, x in states.items()})
 
 
 @torch.no_grad()
-def take_weights(parent: Checkpoint, model: nn.Module, ranks: Ranks = ALONE) -> None:
+def take_weights(parent: Checkpoint, model: nn.Module) -> None:
     """The weights of a checkpoint. ValueError if they have other shapes than the model's."""
     for name, p in model.named_parameters():
         if (theirs := parent.weights[name]).shape != p.shape:
             shapes = f"{name} of {tuple(theirs.shape)}, not {tuple(p.shape)}"
             raise ValueError(f"{parent.path} has {shapes}: leave out what changes the model")
-        p.copy_(ranks.like(theirs, p))
+        p.copy_(like(theirs.to(p.device), p))

@@ -4,8 +4,7 @@
 
 The same tokens of the validation text are predicted given at most 32, 64, ..., T tokens, so differences are due to the
 context alone. For that each window of T tokens is cut into pieces of N tokens that overlap by half, and the second half
-of each piece is measured: its tokens see N / 2 + 1 to N tokens. Every N takes as many tokens, so a measurement takes as
-long as log2(T / 32) + 1 evaluations. Losses are in nats a token.
+of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token.
 
 With data=recall also the share of the second string that the model gets right; with data=passkey the share of pass keys
 that it finds, by the depth at which the key was told.
@@ -31,14 +30,14 @@ from model.loss import token_losses
 from training.checkpoint import Checkpoint
 from training.machine import pick_dtype, set_precision
 
-FEWEST = 32  # tokens: the shortest context given
+POWERS = [2**i for i in range(5, 31)]  # contexts given, as far as the model's goes; its own too
 WINDOWS = 32  # at least so many, if the text has them: the standard error is over windows
 DEPTHS = (0, 25, 50, 75, 100)  # percent of a text before its pass key
 TEXTS = 20  # pass keys asked for at each depth
 
 
 def report(model: GPT, trained: Checkpoint) -> str:
-    """The measurement as lines to print. model: that of the checkpoint, in evaluation mode."""
+    """The measurement as lines to print."""
     config, T, device = trained.state["config"], model.config.context_length, model.embedding.weight.device
     if "data" not in config:
         raise ValueError(f"{trained.path} is of no run, so there is no validation text to measure on")
@@ -61,7 +60,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
 def given(model: GPT, batches: Iterable[Batch], autocast: AbstractContextManager) -> dict[int, Tensor]:
     """{N: the mean loss of each window's last tokens given at most N tokens, float64 (windows,)}."""
     T = model.config.context_length
-    losses: dict[int, list[Tensor]] = {n: [] for n in contexts(T)}
+    losses: dict[int, list[Tensor]] = {n: [] for n in sorted({T} | {n for n in POWERS if n < T})}
     for batch in batches:
         for n, found in losses.items():
             cut = batch.each(partial(pieces, n=n)) if n < T else batch
@@ -78,11 +77,6 @@ def most(T: int) -> int:
     return 1 << (T.bit_length() - 1)
 
 
-def contexts(T: int) -> list[int]:
-    """The contexts given, shortest first: 32, 64, ..., and T."""
-    return sorted({T} | {1 << i for i in range(FEWEST.bit_length() - 1, T.bit_length())})
-
-
 def pieces(windows: Tensor, n: int) -> Tensor:
     """(B, T) to the pieces (B * most(T) / n, n) whose second halves, together, are the last most(T) / 2 tokens."""
     begin = windows.shape[1] - most(windows.shape[1]) // 2 - n // 2
@@ -90,8 +84,7 @@ def pieces(windows: Tensor, n: int) -> Tensor:
 
 
 def table(losses: dict[int, Tensor], T: int) -> list[str]:
-    """A line for each context: its loss, and its gain over the shortest with the standard error over windows. Every
-    window has both losses, so their difference is much more certain than they are."""
+    """A line for each context: its loss, and its gain over the shortest with the standard error over windows."""
     shortest, windows = losses[min(losses)], len(losses[T])
     lines = [f"loss of the same {windows * (most(T) // 2):,} tokens, in nats a token", "given   loss     gained"]
     for n, loss in losses.items():
@@ -110,8 +103,7 @@ def right(model: GPT, batch: Batch, autocast: AbstractContextManager) -> Tensor:
 
 
 def retrieved(model: GPT, encoding: tiktoken.Encoding, depth: int, autocast: AbstractContextManager) -> float:
-    """The share of TEXTS pass keys that the model finds in texts as long as its context: every digit has the largest
-    logit, given the right ones before it."""
+    """The share of TEXTS pass keys that the model finds in texts as long as its context."""
     T, found = model.config.context_length, 0
     for i in range(TEXTS):
         text = passkey(T, depth / 100, np.random.default_rng([T, depth, i]))  # not the numbers of the training text

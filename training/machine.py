@@ -1,13 +1,13 @@
 """The machine of a run: device, dtype, peak speed, memory and versions."""
 
 import importlib.metadata
-import os
 import platform
 import re
 import resource
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -27,12 +27,8 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known."""
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def peak_of(name: str) -> float | None:
+def peak_flops(name: str) -> float | None:
+    """The dense bf16 peak in FLOP/s of the device that about() names so, or None where it is not known."""
     return next((flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, name)), None)
 
 
@@ -95,25 +91,14 @@ def about(device: torch.device) -> dict[str, str | int]:
         "commit": git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": importlib.metadata.version("triton") if find_spec("triton") else "none",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}",
         "threads": torch.get_num_threads(),
     }
 
 
-def version(package: str) -> str:
-    """The version of an installed package, or "none"."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
 def git_commit() -> str:
-    """The commit of this repository, with a + if files were edited since; or the environment variable GIT_COMMIT, for
-    a copy of the files without its .git folder."""
-    if named := os.environ.get("GIT_COMMIT"):
-        return named
+    """The commit of this repository, with a + if files were edited since."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

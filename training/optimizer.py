@@ -43,14 +43,10 @@ def base_rate(n_embd: int, kind: str) -> float:
 
 
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
-    """The optimizers of the model's weights: [AdamW] or [Muon, AdamW]. Each weight belongs to exactly one. Matrices and
-    embeddings have weight decay. Biases and norms (one-dimensional) do not. Muon takes the matrices of the blocks (q, k
-    and v are one). It is not meant for the embedding and the head, which have one row per token.
-
-    On a CUDA GPU the learning rate is a tensor there, so that a recorded step (training/step.py) reads it anew.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    on_gpu = parameters[0].is_cuda
+    """[AdamW] or [Muon, AdamW]. Muon takes the matrices of the blocks (q, k and v are one). It is not meant for the
+    embedding and the head, which have one row per token."""
+    parameters = list(model.parameters())
+    on_gpu = parameters[0].is_cuda  # then the rate is a tensor there, so that a recorded step reads it anew
     lr = torch.zeros((), device=parameters[0].device) if on_gpu else 0.0
     optimizers: list[Optimizer] = []
     if config.kind == "muon":
@@ -82,16 +78,13 @@ class AdamW(NotCompiled, torch.optim.AdamW):
 class Muon(NotCompiled):
     """Muon (arXiv 2502.16982) takes a matrix's momentum, sets its singular values to about 1 and uses the result as the
     update. So the weak directions learn as fast as the strong ones. Its updates have the size of AdamW's, 0.2 per
-    entry, so both use the same lr, weight decay and schedule. It costs fifteen matrix products per matrix and step:
-    with width C, 3.75 C / tokens_per_step of all arithmetic, 0.6 % for GPT-2 at half a million tokens.
+    entry, so both use the same lr, weight decay and schedule.
 
     Bit for bit as torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which reads the learning rate on the host and has
     no found_inf. A step here never waits for the device: lr may be a tensor there, and so may found_inf, which leaves
     the step out if it is 1 (as in torch's fused AdamW). Matrices of one shape are updated together, because launching
     the products of one small matrix on a GPU takes longer than computing them. TOGETHER bounds the memory. With FSDP2
     all ranks gather each matrix and compute all of its update.
-
-    params: matrices. lr: float, or a float32 scalar on their device. The state of each matrix is its momentum_buffer.
     """
 
     found_inf: Tensor | None = None
@@ -101,8 +94,7 @@ class Muon(NotCompiled):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every matrix that has a gradient. closure: must be None."""
-        assert closure is None, "the trainer computes the loss"
+        """One update of every matrix that has a gradient. closure: not used; the trainer computes the loss."""
         for group in self.param_groups:
             matrices: dict[torch.Size, list[Tensor]] = {}  # of a shape
             for p in (p for p in group["params"] if p.grad is not None):
@@ -157,14 +149,12 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
         cosine   /```-.._        rises linearly over warmup_steps, then falls as half a cosine to min_lr_ratio * lr
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
-    wsd reaches as low a loss as cosine (arXiv 2405.18392). It does not need to know the number of steps before its
-    decay begins: a checkpoint from the stable part can be trained on to any number of steps.
-
-    Where the decay begins before the warm-up ends, the lower rate counts. With min_lr_ratio=0 the decay ends one step
-    after the last one, which would learn nothing at a rate of 0.
+    wsd does not need to know the number of steps before its decay begins (arXiv 2405.18392): a checkpoint from the
+    stable part can be trained on to any number of steps. Where the decay begins before the warm-up ends, the lower rate
+    counts.
     """
     assert config.lr is not None, "set_up() in train.py fills it in"
-    end = steps if config.min_lr_ratio else steps + 1
+    end = steps if config.min_lr_ratio else steps + 1  # the last step would learn nothing at a rate of 0
     if config.schedule == "wsd":
         height = min(1.0, (end - step) / (steps * config.decay_fraction))
     else:

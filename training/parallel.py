@@ -5,8 +5,7 @@ Data parallel: each rank has all weights and its own sequences. One all-reduce p
 FSDP2 (parallel.shard=true; torch's fully_shard): each rank keeps some rows of every weight, its gradient and AdamW's
 state. A block's weights are all-gathered before it computes and dropped after it. Its gradient is reduce-scattered.
 Ulysses (parallel.context=N; Jacobs et al. 2023, arXiv 2309.14509): N ranks share each sequence, T / N tokens each.
-Everything but attention treats each token by itself. For attention an all-to-all exchanges tokens for heads. Each rank
-then has H / N heads of the whole sequence, and attention is that of one GPU: the same kernels, windows and documents.
+For attention an all-to-all exchanges tokens for heads: each rank then has H / N heads of the whole sequence.
 
 B batch, T sequence length, H heads (query or key/value), D head size, N ranks that share a sequence.
 """
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import get_total_norm, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from conf.keys import check, key
 from data.loader import Batch
@@ -41,7 +40,7 @@ class ParallelConfig:
         check(self, "parallel.")
 
 
-@dataclass
+@dataclass(eq=False)
 class Ranks:
     """The processes of a run. All call the same methods in the same order: a collective waits for every rank."""
 
@@ -68,8 +67,8 @@ class Ranks:
             raise ValueError(f"probe.every={cfg.probe.every} with {self.size} processes: probe a run of one process")
 
     def prepare(self, model: GPT, device: torch.device) -> GPT:
-        """The model on the device; call it before the optimizers are made. Gives each rank a seed of its own, for
-        dropout. With parallel.shard blocks are cut and moved one by one, so the model may be larger than the memory."""
+        """The model on the device. Gives each rank a seed of its own, for dropout. With parallel.shard blocks are cut
+        and moved one by one, so the model may be larger than the memory."""
         if self.size > 1:
             torch.manual_seed(torch.initial_seed() + self.rank)
         if self.config.context > 1:
@@ -103,10 +102,6 @@ class Ranks:
         vector_to_parameters(flat, gradients)  # makes them views of it
         return flat[-1]
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of all gradients together."""
-        return whole(get_total_norm(gradients))
-
     def sum(self, numbers: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
         """The sums over the ranks, on the host."""
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -131,8 +126,8 @@ class Ranks:
                 self.sum([0.0])
 
     def shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches, and whether each counts. All ranks get equally many, so some batches do not count: a
-        dummy forward, because FSDP gathers weights on all ranks together."""
+        """This rank's batches, and whether each counts. The others are dummy forwards, because FSDP gathers weights on
+        all ranks together."""
         every = list(batches)
         for mine in range(self.data_rank, len(every) + self.data_rank, self.data_size):
             yield every[min(mine, len(every) - 1)], mine < len(every)
@@ -143,11 +138,6 @@ class Ranks:
             return x
         x = whole(x)
         return x.cpu() if self.first else x.new_empty(0)
-
-    def like(self, x: Tensor, p: Tensor) -> Tensor:
-        """A copy of x on the device of the weight p, and cut as p is; a scalar is not cut."""
-        x = x.to(p.device, copy=True)
-        return like(x, p) if x.ndim else x
 
     def stack(self, x: Tensor) -> Tensor:
         """Every rank's x, on the CPU: (size, *x.shape)."""
@@ -177,8 +167,8 @@ def local(x: Any) -> Tensor:
 
 
 def like(x: Tensor, p: Any) -> Tensor:
-    """This rank's part of x, as FSDP2 has cut p; all of x, if it has not."""
-    if not hasattr(p, "full_tensor"):
+    """This rank's part of x, as FSDP2 has cut p; all of x, if it has not, or if x is a scalar."""
+    if not hasattr(p, "full_tensor") or x.ndim == 0:
         return x
     from torch.distributed.tensor import distribute_tensor
 
@@ -186,8 +176,7 @@ def like(x: Tensor, p: Any) -> Tensor:
 
 
 def join(config: ParallelConfig, device: str) -> Ranks:
-    """Connects this process with the others that torchrun has started. From here on only rank 0 prints. device: the
-    configuration's. ValueError for processes that config cannot use, or that have no device."""
+    """Connects this process with the others that torchrun has started. From here on only rank 0 prints."""
     size, N = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1, config.context
     least = max(N, 1 + config.shard)
     if size < least or size % N:

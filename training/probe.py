@@ -4,9 +4,10 @@
     gauges(calls[3])                                 largest score, headroom, error, entropy
     find(calls)                                      the first tile with NaN or infinity, in the order of computing
     search(train_step, batch, rng)                   find() over all passes of a step that stopped a run
+    effects(calls)                                   how far a failure of break_it puts each call off
 
-They look at the inputs and outputs of calls, so they serve any implementation. find() goes through the tiles of
-model/tiled.py, attention.block_m x block_n, with the same break_it. Memory is O(T). Shapes are as in model/tiled.py.
+They look at the inputs and outputs of calls, so they serve any implementation. Memory is O(T). find() goes through the
+tiles of model/tiled.py, whose shapes these are.
 """
 
 import math
@@ -22,13 +23,16 @@ from data.loader import Batch
 from kernels.problem import Problem
 from model import tiled
 from model.attention import AttentionConfig, attention, problem_of
-from model.break_it import BreakIt
+from model.break_it import FAILURES, BreakIt
 from model.gpt import GPT
 from model.tiled import INF, LOG2E, by_key_head, tile
 from training.machine import rng_state, set_rng_state
 from training.step import TrainStep
 
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
+STEPS = (1, 10, 100, 1000)  # after which a broken run checks whether the failure acts
+BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
+EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
 
 @dataclass
@@ -79,8 +83,7 @@ class Recorder:
 
 
 def record(model: GPT, idx: Tensor, documents: Tensor | None = None, targets: Tensor | None = None) -> list[Call]:
-    """Every attention call of model(idx), in order; with targets also the gradients. The parameters' gradients stay as
-    they are. idx, targets: int64 (B, T). In training mode the model draws dropout. Its blocks must run uncompiled."""
+    """Every attention call of model(idx), in order; with targets also the gradients. Blocks must run uncompiled."""
     recorder = Recorder(model, idx.device)
     with torch.set_grad_enabled(targets is not None):
         loss = model.hidden(idx, documents, recorder) if targets is None else model(idx, targets, documents, recorder)
@@ -176,8 +179,8 @@ WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "z
 
 def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
     """Runs the passes of a step again, from the random state before it, to the first with a tile that is not finite.
-    Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
-    state before the pass. None if the NaN does not begin in attention."""
+    Returns the tile and what replays it: batch.x, batch.y, ..., and the random state before the pass. None if the NaN
+    does not begin in attention."""
     set_rng_state(rng)  # so the dropout is that of the step
     for part in batch.micro_batches():
         before = rng_state()
@@ -191,7 +194,7 @@ def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place
 
 def find(calls: list[Call]) -> Place | None:
     """The first tile with a value that is not finite: forward from the first layer to the last, then backward. None if
-    it did not begin in attention: all values are finite, or the gradient that reaches attention is not."""
+    all values are finite, or the gradient that reaches attention is not."""
     for call in calls:
         bad = ~call.o.isfinite().all(-1)
         if bad.any():  # without a bad tile: a row that sees no key, or naive's product with a hidden value (0 * inf)
@@ -243,3 +246,70 @@ def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Pl
     what = f"{' and '.join(spoilt)} (input values) are" if spoilt else what
     query_tile, key_tile = rows.start // call.config.block_m, columns.start // call.config.block_n
     return Place(call.layer, batch, key_head * q.shape[1] + g, query_tile, key_tile, rows, columns, what)
+
+
+# --- does a failure act? It sleeps while the line that it takes out would change nothing.
+# Each call of a broken model is computed twice more from the same q, k, v, do and dropout mask: by tiled in float64,
+# and by the whole algorithm in the run's implementation and dtype, which is off by rounding alone. The failure acts if
+# the broken call is farther off than that.
+class Effect(NamedTuple):
+    """The error of a call's o, or of its dq, dk and dv together: |x - right| / |right|."""
+
+    layer: int
+    of: str  # o | gradient
+    broken: float
+    whole: float  # the error of the whole algorithm: rounding
+
+    @property
+    def more_than_rounding(self) -> bool:
+        """True also for NaN and infinity."""
+        return not self.broken <= BEYOND_ROUNDING * max(self.whole, EXACT)
+
+
+def effects(calls: list[Call]) -> list[Effect]:
+    """For each call, recorded with gradients: the effect on o and that on the gradients. Leaves out a right answer that
+    is not finite, and sdpa with dropout, because only PyTorch knows its mask."""
+    found = []
+    for call in (call for call in calls if call.config.impl != "sdpa" or call.seed is None):
+        right, whole = computed(call, "tiled", wide(call.q)), computed(call, call.config.impl, call.q.dtype)
+        broken = [call.o, *call.gradients]
+        for of, part in (("o", slice(0, 1)), ("gradient", slice(1, 4))):
+            if all(x.isfinite().all() for x in right[part]):
+                errors = (distance(x[part], right[part]) for x in (broken, whole))
+                found.append(Effect(call.layer, of, *errors))
+    return found
+
+
+def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
+    """o, dq, dk and dv of the call, computed by the whole algorithm."""
+    assert call.do is not None, "a call with gradients is wanted"
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v))
+    config, whole = replace(call.config, impl=impl), replace(call.break_it, broken=())
+    with torch.enable_grad():
+        o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=whole)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.to(dtype))]
+
+
+def distance(found: list[Tensor], right: list[Tensor]) -> float:
+    """|found - right| / |right| over several tensors together."""
+    off = sum(float((x.to(r.dtype) - r).square().sum()) for x, r in zip(found, right, strict=True))
+    return math.sqrt(off / max(sum(float(r.square().sum()) for r in right), 1e-300))
+
+
+def worst(found: list[Effect]) -> dict[str, Effect]:
+    """The largest error of any layer, by what it is of; NaN is the largest."""
+    return {e.of: e for e in sorted(found, key=lambda e: e.broken if math.isfinite(e.broken) else math.inf)}
+
+
+def in_words(found: list[Effect], break_it: BreakIt, step: int) -> str:
+    """One line. If the failure acts: the largest error and its layer. If it sleeps: when it acts and what wakes it."""
+    failures = {name: FAILURES[name] for name in break_it.label.split("+") if name in FAILURES}
+    who = f"{'+'.join(failures)} at step {step}"
+    if not found:
+        return f"{who}: cannot be compared: attention's inputs are not finite, or sdpa drops weights"
+    shown = worst(found).values()
+    errors = ", ".join(f"{e.of} off by {e.broken:.1e} in layer {e.layer} (whole: {e.whole:.1e})" for e in shown)
+    if any(e.more_than_rounding for e in found):
+        return f"{who} acts: {errors}"
+    wakes = (f"it acts {x.acts}: python train.py break_it={name} {x.wakes}" for name, x in failures.items())
+    return f"{who} sleeps: {errors}; {'; '.join(wakes)}"

@@ -1,14 +1,10 @@
 """One update: forward, backward, clip, guard, optimizer; without a wait for the device.
 
-    train_step = TrainStep(model, optimizers, scaler, autocast, mode, grad_clip, stop_on_nan)
     pending = train_step(batch, lr)     enqueues the update
     pending.wait()                      waits for its loss, gradient norm, ...
 
-update() is the step, and it is the same code in all three modes:
-    eager      compile=false: Python launches every operation
-    compiled   compile=true: torch.compile fuses each block's operations
-    graph      compile=graph: the compiled step is one CUDA graph. A small model no longer waits for Python (5 ms a step
-               instead of 12)
+update() is the step, and it is the same code in all three modes: eager; compiled (each block by torch.compile); graph
+(the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
 itself skips a bad update and all after it. When the host learns of it, up to two steps later, the weights are still
@@ -19,17 +15,19 @@ B batch size, T sequence length. A step's batch has an axis in front, the passes
 
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import getfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, draws_from_torch
-from training.parallel import ALONE, Ranks
+from training.parallel import ALONE, Ranks, whole
 
 AHEAD = {"cuda": 2}  # updates that may be enqueued before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # steps before the capture: kernels are compiled and the optimizers' state is made
@@ -45,59 +43,49 @@ class StepStats(NamedTuple):
 class PendingStats(NamedTuple):
     """An update's numbers, on their way to the host."""
 
-    buffer: Tensor  # pinned memory, so that the copy needs no wait
-    event: torch.cuda.Event | None
+    numbers: Tensor
+    event: torch.cuda.Event | None  # after the copy; None where the copy has waited
 
     def wait(self) -> StepStats:
         if self.event is not None:
             self.event.synchronize()
-        loss, norm, scale, stopped = self.buffer.tolist()
+        loss, norm, scale, stopped = self.numbers.tolist()
         return StepStats(loss, norm, scale, bool(stopped))
 
 
-def choose_mode(
-    wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool = False
-) -> str:
+def choose_mode(wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
-    obstacle = None
-    if device.type != "cuda":
-        obstacle = f"a CUDA graph needs a CUDA GPU, not device={device.type}"
-    elif attention.impl == "tiled":
-        obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.recompute != "false" and draws_from_torch(model, attention):
-        obstacle = f"model.recompute={model.recompute} with dropout reads the random state in Python"
-    elif sharded:
-        obstacle = "parallel.shard=true gathers weights from Python"
-    if wanted == "graph" and obstacle:
-        raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
-    if wanted in ("false", "true"):
-        return {"false": "eager", "true": "compiled"}[wanted]
-    if not obstacle:
-        return "graph"
-    return "compiled" if device.type == "cuda" and attention.impl != "tiled" else "eager"
+    compiles = device.type == "cuda" and attention.impl != "tiled"  # which chooses its tiles in Python
+    draws_in_python = model.recompute != "false" and draws_from_torch(model, attention)
+    records = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights from Python
+    if wanted == "graph" and not records:
+        why = "a CUDA GPU without attention=tiled, parallel.shard=true, and model.recompute with dropout"
+        raise ValueError(f"compile=graph needs {why}: use compile=auto")
+    if wanted == "auto":
+        return "graph" if records else "compiled" if compiles else "eager"
+    return {"false": "eager", "true": "compiled", "graph": "graph"}[wanted]
 
 
+@dataclass(eq=False)
 class TrainStep:
-    def __init__(
-        self,
-        model: GPT,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler,
-        autocast: AbstractContextManager,
-        mode: str,
-        grad_clip: float = 1.0,
-        stop_on_nan: bool = True,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.model, self.optimizers, self.scaler, self.autocast = model, optimizers, scaler, autocast
-        self.mode, self.grad_clip, self.stop_on_nan, self.ranks = mode, grad_clip, stop_on_nan, ranks
-        self.device = device = next(model.parameters()).device
-        if mode != "eager":
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    autocast: AbstractContextManager
+    mode: str  # eager, compiled or graph
+    grad_clip: float = 1.0
+    stop_on_nan: bool = True
+    ranks: Ranks = ALONE
+
+    def __post_init__(self):
+        self.device = device = next(self.model.parameters()).device
+        if self.mode != "eager":
             # torch keeps graphs for the next run. It finds them by the ops' names, so their source belongs to the key.
             source = Path(getfile(AttentionConfig)).read_bytes()
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
-            for block in model.blocks:  # alike, so compiled once; the whole model takes ten times as long to compile
-                block.compile(dynamic=False)
+            for block in self.model.blocks:  # alike, so compiled once; the whole model takes ten times as long
+                # One kernel for both sums of a norm's backward is slower: shakespeare_gpu 5.34 ms, not 5.00 (H200)
+                block.compile(dynamic=False, options={"triton.mix_order_reduction": False})
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -105,11 +93,9 @@ class TrainStep:
         self.batch: Batch | None = None
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self.skip_update = torch.zeros((), device=device)  # 1: skip it
-        for optimizer in optimizers:  # torch's fused AdamW reads found_inf; GradScaler sets it in the same way
+        for optimizer in self.optimizers:  # torch's fused AdamW reads found_inf; GradScaler sets it in the same way
             optimizer.found_inf = self.skip_update  # type: ignore[attr-defined]
         self.stats = torch.zeros(4, device=device)
-        pinned = device.type == "cuda"
-        self.buffers = [torch.zeros(4, pin_memory=pinned) for _ in range(self.ahead + 1)]
 
     def __call__(self, batch: Batch, lr: float) -> PendingStats:
         """Enqueues one update. batch: on the CPU, int64 (passes, B, T). At most `ahead` updates may be pending."""
@@ -132,13 +118,12 @@ class TrainStep:
             self.graph.replay()
         else:
             self.update(self.batch)
-        buffer = self.buffers[self.steps % len(self.buffers)]
-        buffer.copy_(self.stats, non_blocking=cuda)  # without an event nothing would wait for it
+        numbers = self.stats.to("cpu", non_blocking=cuda, copy=True)  # in pinned memory, if it does not wait
         event = torch.cuda.Event() if cuda else None
         if event is not None:
             event.record()
         self.steps += 1
-        return PendingStats(buffer, event)
+        return PendingStats(numbers, event)
 
     def update(self, batch: Batch) -> None:
         """The step: everything that the device does with a batch."""
@@ -155,9 +140,9 @@ class TrainStep:
         # Clip.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = self.ranks.norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if self.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
+            clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
 
         # The guard. In fp16 with a scale above 1 an infinite gradient is normal: this update alone is skipped, and the
         # scaler lowers its scale. Otherwise the model diverged, and NaN in weights cannot be repaired.

@@ -22,8 +22,7 @@ def find_trained(run: str | None, checkpoint: str, runs: Path) -> Checkpoint:
 
 
 def network(trained: Checkpoint, impl: str, device: torch.device) -> GPT:
-    """The model with its weights, float32, in evaluation mode. impl: of attention; auto: what resolve() chooses for
-    sampling."""
+    """The model with its weights, float32, in evaluation mode. impl: of attention; auto: what resolve() chooses."""
     groups = trained.state["config"]
     config, break_it = GPTConfig(**groups["model"]), BreakIt(**groups["break_it"])
     attention = AttentionConfig(**{**groups["attention"], "impl": impl})
