@@ -54,7 +54,8 @@ class Dataset:
 def open_data(
     data: DataConfig, tokenizer: TokenizerConfig, kept: Encoding | None = None, context_length: int = 0, runs: str = ""
 ) -> Dataset:
-    """Opens the data that the configuration names; prepares or downloads it at first use, as prepare() does."""
+    """Opens the data that the configuration names; prepares or downloads it at first use, as prepare() does.
+    ValueError for the user's mistakes."""
     if data.source in ("bin", "fineweb"):
         files = files_of(data)
         beside = files[0].parent / "tokenizer.json"

@@ -104,7 +104,8 @@ def validation_batches(
     with_documents: bool = True, overlap: bool = False,
 ) -> Iterator[Batch]:  # fmt: skip
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same. overlap:
-    they overlap if the text has fewer than max_tokens; false: there are fewer then."""
+    they overlap if the text has fewer than max_tokens; false: there are fewer then. ValueError if the text is shorter
+    than one window."""
     check_length(tokens, context_length, "validation")
     windows = (len(tokens) - 1) // context_length
     wanted = max(1, max_tokens // context_length)

@@ -27,7 +27,8 @@ SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
 def documents(source: str, length: int) -> list[str]:
-    """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context."""
+    """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context.
+    ValueError for a length that does not fit."""
     if length < SHORTEST[source] or length % 2:
         raise ValueError(f"model.context_length={length}: data={source} takes an even one, {SHORTEST[source]} or more")
     count = min(DOCUMENTS, BYTES // length)

@@ -40,7 +40,8 @@ PIECE = 1 << 18  # characters that are encoded at a time: the tokenizers' patter
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
+    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.) ValueError for a path
+    that the source would ignore, and for a missing one."""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
     path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)

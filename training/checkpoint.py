@@ -68,7 +68,7 @@ def save_checkpoint(
     folder: Path, step: int, weights: Tensors, training: Tensors, state: dict, tokenizer: str, keep_last: int
 ) -> Path:
     """Writes folder/step_000030, completely or not at all. Keeps the newest `keep_last` and the one with the lowest
-    state["val_loss"]."""
+    state["val_loss"]. OSError for a full disk: earlier checkpoints are as they were."""
     final = folder / f"step_{step:06d}"
     temporary = folder / f".tmp-{final.name}"
     for left_by_a_kill in folder.glob(".tmp-*"):

@@ -44,7 +44,7 @@ def base_rate(n_embd: int, kind: str) -> float:
 
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     """[AdamW] or [Muon, AdamW]. Muon takes the matrices of the blocks (q, k and v are one). It is not meant for the
-    embedding and the head, which have one row per token."""
+    embedding and the head, which have one row per token. Biases and norms have no weight decay."""
     parameters = list(model.parameters())
     on_gpu = parameters[0].is_cuda  # then the rate is a tensor there, so that a recorded step reads it anew
     lr = torch.zeros((), device=parameters[0].device) if on_gpu else 0.0
@@ -94,7 +94,8 @@ class Muon(NotCompiled):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every matrix that has a gradient. closure: not used; the trainer computes the loss."""
+        """One update of every matrix that has a gradient. closure: must be None."""
+        assert closure is None, "the trainer computes the loss"
         for group in self.param_groups:
             matrices: dict[torch.Size, list[Tensor]] = {}  # of a shape
             for p in (p for p in group["params"] if p.grad is not None):

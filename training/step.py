@@ -57,12 +57,12 @@ def choose_mode(wanted: str, device: torch.device, attention: AttentionConfig, m
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
     compiles = device.type == "cuda" and attention.impl != "tiled"  # which chooses its tiles in Python
     draws_in_python = model.recompute != "false" and draws_from_torch(model, attention)
-    records = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights from Python
-    if wanted == "graph" and not records:
-        why = "a CUDA GPU without attention=tiled, parallel.shard=true, and model.recompute with dropout"
+    captures = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights from Python
+    if wanted == "graph" and not captures:
+        why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
     if wanted == "auto":
-        return "graph" if records else "compiled" if compiles else "eager"
+        return "graph" if captures else "compiled" if compiles else "eager"
     return {"false": "eager", "true": "compiled", "graph": "graph"}[wanted]
 
 
@@ -84,7 +84,7 @@ class TrainStep:
             source = Path(getfile(AttentionConfig)).read_bytes()
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             for block in self.model.blocks:  # alike, so compiled once; the whole model takes ten times as long
-                # One kernel for both sums of a norm's backward is slower: shakespeare_gpu 5.34 ms, not 5.00 (H200)
+                # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
                 block.compile(dynamic=False, options={"triton.mix_order_reduction": False})
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
