@@ -1,4 +1,4 @@
-"""Text from a trained model, token by token. Without run= it is the newest one.
+"""Text from a trained model, token by token. Without run= it is the newest run.
 
     python sample.py run=NAME prompt='def ' num_samples=3 temperature=1 top_k=50
     python sample.py run=NAME prompt_file=start.txt     a long prompt; prompt_file=- reads standard input
@@ -10,12 +10,11 @@
 A checkpoint holds the model, the tokenizer and the configuration; only context=true needs the data.
 """
 
-import training  # noqa: F401 (before torch: how idle threads wait)
+import training  # noqa: F401 (before torch, because it sets how OpenMP's idle threads wait)
 
 # isort: split
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -65,7 +64,7 @@ def sample(cfg: Config) -> None:
     trained, device = find_trained(cfg.run, cfg.checkpoint, Path(cfg.runs)), pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""
-    what = (f", validation loss {loss:.4f}" if loss else "") + ": its text is worth nothing" * bool(broken)
+    what = (f", validation loss {loss:.4f}" if loss else "") + (": its text is worth nothing" if broken else "")
     print(f"{stamp}{trained.path}{what}", file=sys.stderr)
     if cfg.export:
         print(f"{huggingface.export(trained, Path(cfg.export))} is in {cfg.export}", file=sys.stderr)
@@ -77,8 +76,8 @@ def sample(cfg: Config) -> None:
     model.to(DTYPES[pick_dtype(cfg.dtype, device)])
     text = cfg.prompt
     if cfg.prompt_file:
-        read = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
-        text = read.decode("utf-8-sig")
+        content = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
+        text = content.decode("utf-8-sig")
     # As in training, a document begins after an end-of-text token.
     begin = trained.state.get("begin", encoding.eot_token)
     prompt = torch.tensor([[begin, *encode(encoding, text).tolist()]], device=device)
@@ -103,13 +102,14 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, 
 
 def one_behind(tokens: Iterator[Tensor]) -> Iterator[int]:
     """Tokens (1, 1) of a CUDA GPU as integers. Each is read while the GPU computes the next one."""
-    sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    last = None
     for token in tokens:
-        sent.append((token.to("cpu", non_blocking=True), torch.cuda.Event()))
-        sent[-1][1].record()
-        if len(sent) == 2:
-            yield read(*sent.popleft())
-    yield read(*sent.popleft())
+        sent = token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        if last is not None:
+            yield read(*last)
+        last = sent
+    if last is not None:
+        yield read(*last)
 
 
 def read(copy: Tensor, event: torch.cuda.Event) -> int:

@@ -12,7 +12,7 @@
 A run writes everything into runs/NAME: config.yaml, typed.txt, metrics.jsonl, loss.png, samples.txt, checkpoints.
 """
 
-import training  # noqa: F401 (before torch: how idle threads wait)
+import training  # noqa: F401 (before torch, because it sets how OpenMP's idle threads wait)
 
 # isort: split
 import math
@@ -58,7 +58,7 @@ SIGNALS: list[int] = []  # received: Ctrl-C (SIGINT), SIGTERM
 class Run:
     """What the loop needs."""
 
-    cfg: Config  # with name, model.vocab_size, optimizer.lr and tokens_per_step filled in
+    cfg: Config  # without null in name, model.vocab_size, optimizer.lr and tokens_per_step
     lock: FileLock
     facts: dict  # commit, versions, device, dtype, attention
     ranks: Ranks
@@ -139,7 +139,7 @@ def set_up(typed: DictConfig) -> Run:
         dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
-    loader = make_loader(cfg, dataset, ranks, cfg.length(max(1, step)))
+    loader = make_loader(cfg, dataset, ranks, cfg.length(max(1, step)))  # the length of the last step, as was saved
     sizes = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
     validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
     validation()  # ValueError if the text is too short
@@ -149,7 +149,8 @@ def set_up(typed: DictConfig) -> Run:
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     autocast = machine.set_precision(dtype, device)
-    train_step = TrainStep(model, optimizers, scaler, autocast, mode, cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)
+    train_step = TrainStep(model, optimizers, scaler, autocast, mode, grad_clip=cfg.optimizer.grad_clip,
+                           stop_on_nan=cfg.stop_on_nan, ranks=ranks)  # fmt: skip
     if parent:
         take_weights(parent, model)
     if resumed:
@@ -170,7 +171,7 @@ def set_up(typed: DictConfig) -> Run:
 
 
 def make_loader(cfg: Config, dataset: Dataset, ranks: Ranks, length: int) -> Loader:
-    """The loader of the training text, in sequences of `length` tokens. A pass has as many tokens for any length."""
+    """The loader of the training text, in sequences of `length` tokens. All micro-batches have as many tokens."""
     return Loader(
         dataset.train, dataset.train_documents, batch_size=cfg.batch_size * cfg.model.context_length // length,
         context_length=length, seed=cfg.seed, with_documents=cfg.attention.documents,
@@ -189,7 +190,7 @@ def introduce(run: Run, source: Path | None) -> None:
     say(f"run: {folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
-    lr = learning_rate(cfg.place(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
+    lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
     say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to {end}")
 
@@ -219,7 +220,7 @@ def train(run: Run) -> int:
     while not (stopped or run.is_over()):
         batch = next_batch(run)
         run.step += 1
-        lr = learning_rate(cfg.place(run.step, run.seconds), cfg.steps, cfg.optimizer)
+        lr = learning_rate(cfg.schedule_step(run.step, run.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
         pending.append((run.step, lr, train_step(batch, lr), batch, rng))
         run.sync_time_and_signal()
@@ -245,12 +246,12 @@ def train(run: Run) -> int:
 
 
 def next_batch(run: Run) -> Batch:
-    """The batch of the next step, (passes, B, T). No thread draws ahead: it takes a millisecond."""
+    """The batch of the next step, (micro-batches, B, T). No thread draws ahead: it takes a millisecond."""
     cfg, length = run.cfg, run.cfg.length(run.step + 1)
     if length != run.loader.context_length:  # the warm-up of the length is over: the text begins anew
         run.loader = make_loader(cfg, run.dataset, run.ranks, length)
-    passes = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
-    x, y, documents = zip(*(run.loader.next() for _ in range(passes)), strict=True)
+    micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
+    x, y, documents = zip(*(run.loader.next() for _ in range(micro_batches)), strict=True)
     return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
@@ -273,7 +274,8 @@ def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
 
 def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) -> int:
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
-    cfg, say, run.step = run.cfg, run.metrics.say, step  # later updates were skipped
+    cfg, say = run.cfg, run.metrics.say
+    run.step = step  # later updates were skipped
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
     advice = f"try a lower optimizer.lr (it is {cfg.optimizer.lr:g}), or dtype=float32 (it is {run.facts['dtype']})"
     say(f"docs/break-it.md says when {cfg.break_it.label} ends in NaN" if cfg.break_it.broken else advice)
@@ -343,7 +345,8 @@ def sample(run: Run) -> None:
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     stream, end = TextStream(encoding), encoding.eot_token
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
-    begin, cache = torch.tensor([[end]], device=device), not run.cfg.parallel.shard  # FSDP2 gathers weights from Python
+    begin = torch.tensor([[end]], device=device)
+    cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
     with run.train_step.autocast, run.train_step.uncompiled():
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))

@@ -55,7 +55,7 @@ class Task(NamedTuple):
     G: int  # H / H_kv: query heads that share a key head
     T: int
     T_k: int
-    at_least: int | None  # the lowest column - position of a visible key: 1 - window
+    at_least: int | None  # the lowest (column - position) of a visible key: 1 - window
     at_most: int | None  # the highest: 0 if causal, else window - 1
     local_m: int | None  # break_it=local_mask: the causal mask counts from the corner of a tile of local_m x local_n
     local_n: int | None
@@ -104,19 +104,19 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.constexpr, how: tl.constexpr):
-    """Steps 1 to 5 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
+def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, CUT: tl.constexpr, how: tl.constexpr):
+    """Steps 1 to 5 for the whole tiles of keys or, with CUT, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop, ahead = loop_over(where, task, PART)
-    for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
+    start, stop, next_tile = loop_over(where, task, CUT)
+    for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
+        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # 1: (BLOCK_M, BLOCK_N)
         s, factor, _ = cap_and_alibi(s, task, h, i, j)
-        if PART:
+        if CUT:
             s = tl.where(visible(task, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
         p = dropped(p, b * task.H + h, row0, column0, row, column, task)  # 4
@@ -169,20 +169,20 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
 
 @triton.jit
 def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task,
-             PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 8 and 10 to 12 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
+             CUT: tl.constexpr, how: tl.constexpr):  # fmt: skip
+    """Steps 8 and 10 to 12 for the whole tiles of keys or, with CUT, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop, ahead = loop_over(where, task, PART)
-    for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
+    start, stop, next_tile = loop_over(where, task, CUT)
+    for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
+        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # (BLOCK_M, BLOCK_N)
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         dp = tl.dot(do_i, v_j.T, input_precision=how.PRECISION)  # 10
-        p, slope = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, PART)  # 8
+        p, slope = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, CUT)  # 8
         zp = dropped(p, b * task.H + h, row0, column0, row, column, task)
         ds = score_gradient(p, zp, dp, delta_i[:, None], slope, task)  # 11
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=how.PRECISION)  # 12
@@ -217,15 +217,15 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
 
 @triton.jit
 def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded,
-               PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 8 to 12 for the whole tiles of queries or, with PART, for the tiles that the mask cuts."""
+               CUT: tl.constexpr, how: tl.constexpr):  # fmt: skip
+    """Steps 8 to 12 for the whole tiles of queries or, with CUT, for the tiles that the mask cuts."""
     n = b * task.H + h
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
     j = column0 + column
     row_terms += n.to(tl.int64) * padded * 2
-    start, stop, ahead = loop_over(where, task, PART)
-    for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
+    start, stop, next_tile = loop_over(where, task, CUT)
+    for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
+        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
         row0 = tile * how.BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, how.BLOCK_M, how)
@@ -234,7 +234,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
         dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
         minus_lse2_i, delta_i = tl.split(tl.load(row_terms + at * 2 + tl.arange(0, 2)[None, :]))
-        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, PART)  # 8
+        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, CUT)  # 8
         zp = dropped(p, n, row0, column0, row, column, task)
         dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=how.PRECISION)  # 9
         ds = score_gradient(p, zp, dp, delta_i[None, :], slope, task)  # 11
@@ -243,10 +243,10 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
 
 
 @triton.jit
-def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
+def weights_again(s, minus_lse2, b, h, i, j, task, CUT: tl.constexpr):
     """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
     s, factor, slope = cap_and_alibi(s, task, h, i, j)
-    if PART:
+    if CUT:
         s = tl.where(visible(task, b, i, j), s, -float("inf"))
     return tl.exp2(tl.fma(s, factor, minus_lse2)), slope
 
@@ -392,10 +392,10 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def listed(found, b, tile, n, task):
-    """found, and 0; if there is a table, the numbers of the tile's line in it, as places in its list, and where that
-    starts. The list has the cut tiles first, then the whole ones."""
+    """found, and where the tile's list starts in the table of visits. If there is a table, places in that list take the
+    place of found: the cut tiles come first, then the whole ones. Without one the fifth number is not used."""
     start, whole_start, whole_stop, stop = found
-    line = tile.to(tl.int64) * 0
+    line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.local_m is not None:
         start, whole_start, whole_stop, stop = in_order(0, n, n, n)
     if task.visits is not None:
@@ -435,20 +435,20 @@ def in_order(start, whole_start, whole_stop, stop):
 
 
 @triton.jit
-def loop_over(where, task, PART: tl.constexpr):
-    """The loop's range: the whole tiles or, with PART, those before and after. And the first `ahead` for tile_at()."""
+def loop_over(where, task, CUT: tl.constexpr):
+    """The loop's range: the whole tiles or, with CUT, those around them. And the first `next_tile` of tile_at()."""
     start, stop = where[1], where[2]
-    if PART:
+    if CUT:
         start, stop = where[0], where[3] - (where[2] - where[1])
     return start, stop, read_list(start, stop, where, task)
 
 
 @triton.constexpr_function
-def stages(PART, BLOCK_D):
+def stages(CUT, BLOCK_D):
     """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, and a third stage for
     them would take registers from the whole kernel. Head size 256 keeps its table's number, two or one. float32 has one
     stage in the table and gets two here."""
-    return 2 if PART and BLOCK_D < 256 else None
+    return 2 if CUT and BLOCK_D < 256 else None
 
 
 @triton.jit
@@ -460,14 +460,14 @@ def read_list(t, stop, where, task):
 
 
 @triton.jit
-def tile_at(t, stop, ahead, where, task, PART: tl.constexpr):
-    """The number of the t-th tile, and the new `ahead`. Without a list the number is t; with PART it skips the whole
-    tiles. With a list it was read into `ahead` one turn earlier, because the tile's loads wait for it."""
+def tile_at(t, stop, next_tile, where, task, CUT: tl.constexpr):
+    """The number of the t-th tile, and the new `next_tile`. Without a list the number is t; with CUT it skips the whole
+    tiles. With a list it was read into `next_tile` one turn earlier, because the tile's loads wait for it."""
     if task.visits is not None:
-        return ahead, read_list(t + 1, stop, where, task)
-    if PART:
+        return next_tile, read_list(t + 1, stop, where, task)
+    if CUT:
         t += tl.where(t >= where[1], where[2] - where[1], 0)
-    return t, ahead
+    return t, next_tile
 
 
 # --- Loading and storing tiles ----------------------------------------------------------------------------------------

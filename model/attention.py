@@ -5,12 +5,12 @@
     triton    the same as GPU kernels: kernels/launch.py
     sdpa      PyTorch's own, with fewer options and another dropout mask; below
 
-B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H is a multiple), D head size.
+B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H is a multiple of H_kv), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
 The steps have these numbers in every implementation and in docs/attention.md, which derives them:
 
-    forward                                             backward
+    forward (p is exp(s - m))                           backward (p is the weight, divided by l)
     1  s = q k^T * softmax_scale (softcap, alibi)        7  delta = rowsum(do * o) - dlse
     2  s = -inf where the mask hides the key             8  p = exp(s - lse), with s from steps 1 and 2 again
     3  online softmax: m, l, alpha, p                    9  dv = (Z p)^T do
@@ -95,19 +95,19 @@ def attention(
                 o, lse = naive(q, k, v, problem)
         case "tiled" | "triton":
             o, lse, _ = flash_attention(q, k, v, *problem, config.impl, config.block_m, config.block_n)
-        case "sdpa" if not return_lse:
+        case "sdpa":
+            if return_lse:
+                raise ValueError("sdpa returns no lse; use tiled or triton")
             with without_autocast(q):
                 return sdpa(q, k, v, problem)
-        case "sdpa":
-            raise ValueError("sdpa returns no lse; use tiled or triton")
         case _:
             raise ValueError(f"attention.impl={config.impl} cannot run; resolve() it at start-up")
     return (o, lse) if return_lse else o
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """It would round float32 sums to bf16, and q, k and v have their dtype already. Not around the op of tiled and
-    triton: torch.compile does not keep a graph with autocast in it for the next run."""
+    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already. Inside the op of tiled and
+    triton, not around it: torch.compile's cache takes no graph with autocast in it."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -134,9 +134,10 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     window = config.window if config.window and config.window < T + T_k else None  # a wider one hides nothing
     dropping = seed is not None and config.dropout_p > 0
     return Problem(
-        T, T_k, causal, window, documents, blocks, config.block_mask_size, scale * break_it.score_gain,
-        config.softcap, alibi_slopes(H, q.device) if config.alibi else None, seed if dropping else None,
-        config.dropout_p if dropping else 0.0, break_it.broken,
+        T=T, T_k=T_k, causal=causal, window=window, documents=documents, blocks=blocks,
+        block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
+        slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.broken,
     )  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
-    if q.dtype == torch.float16:  # q k^T exceeds 65,504 long before s does. A power of two rounds next to nothing
+    if q.dtype == torch.float16:  # where q k^T overflows long before s does, so a power of two of the scale goes first
         first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * first, scale / first
     s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
@@ -223,11 +224,12 @@ def forward(q, k, v, *rest) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, *rest) -> list[Tensor]:
-    """dq, dk, dv, or one tensor with all three: gradients(). dlse: None if the loss does not use lse."""
+    """dq, dk, dv; of self-attention by triton one tensor with all three, as gradients() has them. dlse: None if the
+    loss does not use lse."""
     *fields, impl, block_m, block_n = rest
     problem = Problem(*fields)
     if impl == "tiled":
-        return list(tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n))
+        return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
     from kernels import launch
 
     return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
@@ -288,14 +290,14 @@ def resolve(
     """
     if config.impl != "auto":
         return config
-    wanted = config.dropout_p > 0 or break_it.broken or any(getattr(config, name) for name in NOT_SDPA)
-    impl = "tiled"
-    if device.startswith("cuda"):
-        kernels = runs_kernels(torch.device(device)) and head_size <= 256
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-        faster = kernels and (T is None or (hopper and T >= HOPPER_FROM.get(head_size, INF)))
-        impl = "sdpa" if not (wanted or faster) else "triton" if kernels else "tiled"
-    return replace(config, impl=impl)
+    if not device.startswith("cuda"):
+        return replace(config, impl="tiled")
+    kernels = runs_kernels(torch.device(device)) and head_size <= 256
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    faster = kernels and (T is None or (hopper and T >= HOPPER_FROM.get(head_size, INF)))
+    if faster or config.dropout_p > 0 or break_it.broken or any(getattr(config, name) for name in NOT_SDPA):
+        return replace(config, impl="triton" if kernels else "tiled")
+    return replace(config, impl="sdpa")
 
 
 def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, documents: Tensor | None) -> None:

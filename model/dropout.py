@@ -16,10 +16,11 @@ matrix products. So one call decides for 16 weights, 8 bits each:
 
     word  of a weight = bits 3 and 4 of its row
     byte  of the word = bits 3 and 4 of its column
-    counter           = (row without those bits, column without those bits, n, 0)
+    counter           = (row >> 5 << 3 | row & 7, the same of the column, n, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns. A thread holds the result of a tensor core in the same pattern.
+The weights of one call are 8 apart in rows and columns. A thread holds the result of a tensor core
+in the same pattern, so it needs all 16.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -92,9 +93,9 @@ def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: 
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
-    # heads, square, bits 0-2, square, bits 0-2, word, byte
+    # heads, row square, row bits 0-2, column square, column bits 0-2, word, byte
     bits = bits.view(heads, row1 - row0, 8, column1 - column0, 8, 4, 4)
     bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
     bits = bits.reshape(heads, (row1 - row0) * 32, (column1 - column0) * 32)
-    bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
-    return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)
+    i, j = rows.start % 32, columns.start % 32
+    return bits[:, i : i + len(rows), j : j + len(columns)] >= drop_threshold(dropout_p)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from conf.keys import check, key
 from model.attention import AttentionConfig, attention
@@ -27,7 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class GPTConfig:
-    """The defaults are GPT-2's architecture. conf/model/ has sizes and the modern family (rope, rmsnorm, swiglu)."""
+    """The defaults are GPT-2's architecture. conf/model/ has sizes and the modern family (rope, rmsnorm, swiglu).
+
+    key(): the default, what --help says, and the limits that check() enforces."""
 
     n_layer: int = key(12, "number of blocks", least=1)
     n_head: int = key(12, "query heads; the head size is n_embd / n_head", least=1)
@@ -112,7 +114,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        attend = attention if layer is None else layer.attend
+        attend = attention if layer is None else layer.attend  # a KV cache, Ulysses or a probe has its own way
         o = attend(q, k, v, self.attention_config, seed=seed, documents=documents, break_it=self.break_it)
         return self.out(o.transpose(1, 2).reshape(B, T, C))
 
@@ -131,7 +133,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x))
+        y = self.up(x)
+        return self.down(self.act(y) if self.gate is None else self.act(self.gate(x)) * y)
 
 
 class Block(nn.Module):
@@ -177,8 +180,8 @@ class GPT(nn.Module):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
-        KVCache (then only the last logits come, (B, 1, V)), Ulysses or a probe's Recorder, each with positions(T) and
-        layers[i].attend(). None: these are whole sequences.
+        KVCache, Ulysses or a probe's Recorder, each with positions(T) and layers[i].attend(). Then only the last logits
+        come, (B, 1, V). None: these are whole sequences.
         """
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
@@ -219,7 +222,7 @@ class GPT(nn.Module):
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
         tables += 0 if self.positions is None else self.positions.weight.numel()
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]
-        keys = sum(w - w**2 / (2 * T) for w in windows)
+        keys = sum(w - w**2 / (2 * T) for w in windows)  # that a query sees, the mean over T queries, of all layers
         return 6 * (self.parameter_count() - tables) + 12 * self.config.n_embd * keys
 
 
@@ -238,6 +241,7 @@ def draws_from_torch(config: GPTConfig, attention: AttentionConfig) -> bool:
 def recomputed(block: Any, x: Tensor, rope, seed, documents, layer) -> Tensor:
     """block(...), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
     restore = draws_from_torch(block.config, block.attention.attention_config)
-    more: Any = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
-    more = more if block.config.recompute == "selective" else {}
-    return checkpoint(block, x, rope, seed, documents, layer, use_reentrant=False, preserve_rng_state=restore, **more)
+    selective = partial(create_selective_checkpoint_contexts, keep_attention)
+    keep = selective if block.config.recompute == "selective" else noop_context_fn
+    return checkpoint(block, x, rope, seed, documents, layer,
+                      use_reentrant=False, preserve_rng_state=restore, context_fn=keep)  # fmt: skip

@@ -45,26 +45,26 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
     top = torch.arange(problem.T_k - problem.T, problem.T_k, block_m, device=device)[:, None]
     left = torch.arange(0, problem.T_k, block_n, device=device)
     bottom, right = (x.clamp(max=problem.T_k - 1) for x in (top + block_m - 1, left + block_n - 1))
-    some = torch.ones(len(top), len(left), dtype=torch.bool, device=device)
-    all_ = some.clone()
+    visited = torch.ones(len(top), len(left), dtype=torch.bool, device=device)
+    whole = visited.clone()
     if "local_mask" in problem.broken:
-        all_ = ~some
+        whole = ~visited
     elif problem.causal:
-        some, all_ = left <= bottom, right <= top
+        visited, whole = left <= bottom, right <= top
     if problem.window is not None:
-        some = some & (right > top - problem.window) & (left < bottom + problem.window)
-        all_ = all_ & (left > bottom - problem.window) & (right < top + problem.window)
+        visited = visited & (right > top - problem.window) & (left < bottom + problem.window)
+        whole = whole & (left > bottom - problem.window) & (right < top + problem.window)
     if problem.blocks is not None:  # how many blocks of a tile are on, by a summed-area table
         sums = torch.nn.functional.pad(problem.blocks.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
         i0, i1, j0, j1 = (x.clamp(min=0) // problem.block_size for x in (top, bottom, left, right))
         on = sums[i1 + 1, j1 + 1] - sums[i0, j1 + 1] - sums[i1 + 1, j0] + sums[i0, j0]
-        some, all_ = some & (on > 0), all_ & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
-    some, all_ = some[None], all_[None]
+        visited, whole = visited & (on > 0), whole & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
+    visited, whole = visited[None], whole[None]
     if problem.documents is not None:  # the lowest and the highest document of each tile
         r0, r1 = (x[:, :, None] for x in ends(problem.documents[:, problem.T_k - problem.T :], block_m))
         k0, k1 = (x[:, None] for x in ends(problem.documents, block_n))
-        some, all_ = some & (k0 <= r1) & (r0 <= k1), all_ & (r0 == r1) & (r0 == k0) & (k0 == k1)
-    return some, all_
+        visited, whole = visited & (k0 <= r1) & (r0 <= k1), whole & (r0 == r1) & (r0 == k0) & (k0 == k1)
+    return visited, whole
 
 
 def ends(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -75,26 +75,28 @@ def ends(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def visits(problem: Problem, block_m: int, block_n: int, form: str, device: torch.device) -> Tensor:
-    """tile_table() as a kernel reads it: int32 (1 or B, tiles, ...), a line for each tile of rows (form=columns: of
+    """tile_table() as the kernels read it: int32 (1 or B, tiles, ...), a line for each tile of rows (form=columns: of
     columns). Kernels need it for documents and block masks; for causal masks and windows they compute it.
 
-    rows, columns   how many tiles it visits, how many of these the mask cuts, then their numbers, the cut ones first.
-                    4 (T / block_m) (T_k / block_n) bytes a sequence: 1 MiB for 64k tokens and tiles of 128
-    ranges          start, whole_start, whole_stop, stop: it visits tiles start to stop - 1, and the mask cuts none of
-                    those from whole_start to whole_stop - 1. Tiles between two visited ones are visited too
+    form=rows, form=columns     how many tiles this tile visits, how many of these the mask cuts, then their numbers,
+                                the cut ones first. 4 (T / block_m) (T_k / block_n) bytes a sequence: 1 MiB for 64k
+                                tokens and tiles of 128
+    form=ranges, for Hopper     start, whole_start, whole_stop, stop: it visits tiles start to stop - 1, and the mask
+                                cuts none of those from whole_start to whole_stop - 1. Tiles between two visited ones
+                                are visited too
     """
-    some, all_ = tile_table(problem, block_m, block_n, device)
+    visited, whole = tile_table(problem, block_m, block_n, device)
     if form == "columns":  # a kernel gives rows past the last the weight 0, so they need no mask
-        some, all_ = some.mT, all_.mT
+        visited, whole = visited.mT, whole.mT
     else:  # a kernel's last tile may have columns past the last, which have to be masked
-        all_ = all_ & (torch.arange(all_.shape[-1], device=device) < problem.T_k // block_n)
+        whole = whole & (torch.arange(whole.shape[-1], device=device) < problem.T_k // block_n)
     if form == "ranges":
-        n, t = some.shape[-1], torch.arange(some.shape[-1], device=device)
-        stop = torch.where(some, t + 1, 0).amax(-1, keepdim=True)
-        start = torch.where(some, t, n).amin(-1, keepdim=True).minimum(stop)
-        whole_start = torch.where(all_, t, n).amin(-1, keepdim=True).minimum(stop)
-        whole_stop = torch.where(~all_ & (t > whole_start), t, n).amin(-1, keepdim=True).minimum(stop)
+        n, t = visited.shape[-1], torch.arange(visited.shape[-1], device=device)
+        stop = torch.where(visited, t + 1, 0).amax(-1, keepdim=True)
+        start = torch.where(visited, t, n).amin(-1, keepdim=True).minimum(stop)
+        whole_start = torch.where(whole, t, n).amin(-1, keepdim=True).minimum(stop)
+        whole_stop = torch.where(~whole & (t > whole_start), t, n).amin(-1, keepdim=True).minimum(stop)
         return torch.cat((start, whole_start, whole_stop, stop), -1).int().contiguous()
-    order = torch.argsort(torch.where(some, all_.int(), 2), dim=-1, stable=True)  # cut tiles, whole, not visited
-    counts = torch.stack((some.sum(-1), (some & ~all_).sum(-1)), -1)
+    order = torch.argsort(torch.where(visited, whole.int(), 2), dim=-1, stable=True)  # cut tiles, whole, not visited
+    counts = torch.stack((visited.sum(-1), (visited & ~whole).sum(-1)), -1)
     return torch.cat((counts, order), -1).int().contiguous()

@@ -1,8 +1,10 @@
-"""FlashAttention-2 in plain PyTorch: naive's result, one tile of scores at a time.
+"""FlashAttention-2 in plain PyTorch: naive's result, one tile of scores at a time. The backward, too, goes over rows
+outside and columns inside; the paper's goes over columns outside.
 
 B batch, T queries, T_k keys, H query heads, H_kv key/value heads, D head size. The G = H / H_kv query heads of a key
 head are rows of one matrix, so keys are not copied. With N = B * H_kv:
     q, o, do (B, H, T, D), a tile (N, R, D)    k, v (B, H_kv, T_k, D), a tile (N, S, D)    scores (N, R, S)
+R is G times the rows of a tile, S its columns.
 The steps have the numbers of model/attention.py. Scores, m and lse2 are in base 2, because hardware has exp2: log2(e)
 goes into the scale. lse is a natural logarithm. Products and sums are in float32 (float64 for float64 inputs); p and ds
 are rounded to the inputs' dtype, as a GPU kernel has to.
@@ -24,17 +26,16 @@ INF = math.inf
 LOG2E = math.log2(math.e)
 TINY = torch.finfo(torch.float32).tiny  # l is 1 or more in a row that sees a key, so the clamp changes l = 0 alone
 
-Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...) is called after each tile
+Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...), after each tile: for lab/trace.py
 
 
 def tiles_of(problem: Problem, block_m: int, block_n: int, device: torch.device) -> Iterator[tuple[range, list]]:
     """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it: (range, bool)."""
-    some, all_ = tile_table(problem, block_m, block_n, device)
-    visit, cut = some.any(0).tolist(), (~all_).any(0).tolist()  # of any sequence of the batch
+    visited, whole = tile_table(problem, block_m, block_n, device)
+    visit, cut = visited.any(0).tolist(), (~whole).any(0).tolist()  # of any sequence of the batch
     columns = [range(j, min(j + block_n, problem.T_k)) for j in range(0, problem.T_k, block_n)]
     for t, i in enumerate(range(0, problem.T, block_m)):
-        visited = [(c, cut[t][u]) for u, c in enumerate(columns) if visit[t][u]]
-        yield range(i, min(i + block_m, problem.T)), visited
+        yield range(i, min(i + block_m, problem.T)), [(c, cut[t][u]) for u, c in enumerate(columns) if visit[t][u]]
 
 
 def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch = None) -> tuple[Tensor, ...]:
@@ -85,13 +86,13 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, block_m: int, block_n
     # A row that sees no key has lse2 = -inf. With inf its weights are 2**-inf = 0.
     lse2 = lse2 if "unguarded_mask" in problem.broken else lse2.masked_fill(lse2 == -INF, INF)
     q, k, v, do, delta, lse2 = by_key_head(k.shape[1], q, k, v, do, delta, lse2[..., None])
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)  # contiguous, as the fake says
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)  # contiguous, as the op's fake says
     for rows, tiles in tiles_of(problem, block_m, block_n, q.device):
         q_i = tile(q, rows)
         do_i, delta_i, lse2_i = tile(do, rows), tile(delta, rows), tile(lse2, rows)
         dq_i = torch.zeros_like(q_i)
         for columns, cut in tiles:
-            k_j, v_j, dk_j, dv_j = (tile(x, columns) for x in (k, v, dk, dv))  # views
+            k_j, v_j, dk_j, dv_j = (tile(x, columns) for x in (k, v, dk, dv))  # views, so += below adds to dk and dv
             s, softcap_grad = scores(q_i, k_j, rows, columns, cut, problem)
             s_copy = None if watch is None else s.clone()
             p = s.sub_(lse2_i).exp2_()  # 8, in place: a new tensor for each result took a third longer
@@ -109,8 +110,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, block_m: int, block_n
         dq[:, :, rows.start : rows.stop] = dq_i.view(*q.shape[:2], len(rows), -1)
     dq *= problem.scale  # here and not in every tile
     dk *= problem.scale
-    dq, dk, dv = (x.view(shape).to(dtype) for x, shape in zip((dq, dk, dv), shapes, strict=True))
-    return dq, dk, dv
+    return [x.view(shape).to(dtype) for x, shape in zip((dq, dk, dv), shapes, strict=True)]
 
 
 def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, problem: Problem):

@@ -40,7 +40,7 @@ TABLE = {
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask"),
-        ("a tile at a window's far edge is whole", "all_ & (left > bottom - ", "all_ & (left > top - ", "mask"),
+        ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(r0 == r1) & (r0 == k0)", "(r0 == k0)", "mask")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
@@ -50,7 +50,7 @@ TABLE = {
         ("all layers have one window", "attention_config.layer(i), break_it)", "attention_config.layer(0), break_it)",
          "gpt"),
         ("first weights lack 1 / sqrt(2 L)", "if adds else 0.02)", "if False else 0.02)", "gpt"),
-        ("SwiGLU gates the wrong half", "self.act(self.gate(x)) * self.up(x)", "self.act(self.up(x)) * self.gate(x)",
+        ("SwiGLU gates the wrong half", "self.act(self.gate(x)) * y", "self.act(y) * self.gate(x)",
          "gpt")],
     "model/loss.py": [
         ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss")],

@@ -115,12 +115,12 @@ def test_a_sweep_runs_every_combination_each_in_its_folder_and_a_refused_job_doe
 
 @pytest.mark.parametrize(("step", "elapsed"), [(5, 0), (10, 0), (55, 20), (100, 60)])
 def test_without_pressure_of_time_the_schedules_place_is_the_count(step, elapsed):
-    assert composed("steps=100", "optimizer.warmup_steps=10", "max_minutes=10").place(step, elapsed) == step
+    assert composed("steps=100", "optimizer.warmup_steps=10", "max_minutes=10").schedule_step(step, elapsed) == step
 
 
 def test_the_place_follows_the_clock_where_that_is_further_and_is_at_the_end_when_the_time_is():
     cfg = composed("steps=100000", "optimizer.warmup_steps=100", "max_minutes=1")
-    places = [cfg.place(i + 1, 0.2 * i) for i in range(301)]  # 300 steps fit
+    places = [cfg.schedule_step(i + 1, 0.2 * i) for i in range(301)]  # 300 steps fit
     assert places == sorted(places)
     assert places[30] == pytest.approx(50, abs=2)  # half of a fifth of the time: half of the warm-up
     assert places[60] == pytest.approx(100, rel=0.02)  # no jump after the warm-up
@@ -130,13 +130,13 @@ def test_the_place_follows_the_clock_where_that_is_further_and_is_at_the_end_whe
 
 def test_a_clock_in_a_warm_up_longer_than_the_run_is_at_its_end():
     cfg = composed("steps=50", "optimizer.warmup_steps=100", "max_minutes=10")
-    assert cfg.place(40, 110) == 50
+    assert cfg.schedule_step(40, 110) == 50
 
 
 def test_a_warm_up_by_count_does_not_shorten_the_decay():
     """50 of 300 steps warm up, before a fifth of the time is over; the decay begins then, at the peak."""
     cfg = composed("steps=100000", "optimizer.warmup_steps=50", "max_minutes=1")
-    places = [cfg.place(i, 0.2 * i) for i in range(1, 301)]
+    places = [cfg.schedule_step(i, 0.2 * i) for i in range(1, 301)]
     assert places[49] == pytest.approx(50)
     assert places[50] == pytest.approx(50 + 99950 / 250, rel=0.01)
     assert places[-1] == 100000

@@ -189,7 +189,7 @@ BROKEN = {
     "local_mask": Case(100, 170, B=1, H_kv=1, D=16),
     "no_scale": Case(90, B=1, D=16),
     "unguarded_mask": Case(200, B=1, H=1, window=20),
-    "stale_seed": Case(90, B=1, H=1, D=16, dropout_p=0.3),
+    "stale_seed": Case(90, B=1, H=4, D=16, dropout_p=0.3),  # with one head the largest error is a matter of luck
 }
 
 

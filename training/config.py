@@ -68,8 +68,8 @@ class Config:
 
     steps: int = key(700, "number of training steps (updates of the weights)", least=1)
     max_minutes: float | None = key(None, "time limit; null: none, also where steps= is given alone", above=0)
-    batch_size: int = key(16, "sequences per pass; fewer need less memory", least=1)
-    tokens_per_step: int | None = key(None, "tokens per update, by gradient accumulation; null: one pass", least=1)
+    batch_size: int = key(16, "sequences per micro-batch; fewer need less memory", least=1)
+    tokens_per_step: int | None = key(None, "tokens per update, accumulating gradients; null: one micro-batch", least=1)
     length_warmup_steps: int = key(0, "first steps, on shorter sequences and as many tokens; 0: none", least=0)
     length_warmup_from: int = key(1024, "tokens of a sequence in them", least=1)
     eval_every: int = key(100, "steps between evaluations", least=1)
@@ -98,7 +98,7 @@ class Config:
         """Tokens of a sequence in update number `step`."""
         return self.length_warmup_from if step <= self.length_warmup_steps else self.model.context_length
 
-    def place(self, step: int, elapsed: float) -> float:
+    def schedule_step(self, step: int, elapsed: float) -> float:
         """Where update number `step` is in the learning rate's schedule, from 0 to steps: at `step`. With max_minutes
         as far as the count or the clock, whichever is further; the warm-up takes a fifth of the time at most."""
         if not self.max_minutes:
@@ -277,16 +277,16 @@ def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device
 
 
 def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> int:
-    """Sets what depends on data and machine, and returns tokens_per_step. n_vocab: of the tokenizer. data_size:
+    """Sets what is null and depends on data and machine; returns tokens_per_step. n_vocab: of the tokenizer. data_size:
     processes with batches of their own."""
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; leave it out")
     cfg.optimizer.lr = cfg.optimizer.lr or base_rate(cfg.model.n_embd, cfg.optimizer.kind)
-    one_pass = cfg.batch_size * cfg.model.context_length * data_size
-    cfg.tokens_per_step = cfg.tokens_per_step or one_pass
-    if cfg.tokens_per_step % one_pass:
+    micro_batch = cfg.batch_size * cfg.model.context_length * data_size
+    cfg.tokens_per_step = cfg.tokens_per_step or micro_batch
+    if cfg.tokens_per_step % micro_batch:
         product = "batch_size * model.context_length" + (f" * {data_size} processes" if data_size > 1 else "")
-        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {one_pass}, which is {product}")
+        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {micro_batch}, which is {product}")
     return cfg.tokens_per_step

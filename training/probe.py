@@ -3,7 +3,7 @@
     calls = record(model, idx, documents, targets)   the attention calls of a forward; with targets, of its backward too
     gauges(calls[3])                                 largest score, headroom, error, entropy
     find(calls)                                      the first tile with NaN or infinity, in the order of computing
-    search(train_step, batch, rng)                   find() over all passes of a step that stopped a run
+    search(train_step, batch, rng)                   find() over all micro-batches of a step that stopped a run
     effects(calls)                                   how far a failure of break_it puts each call off
 
 They look at the inputs and outputs of calls, so they serve any implementation. Memory is O(T). find() goes through the
@@ -178,7 +178,7 @@ WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "z
 
 
 def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
-    """Runs the passes of a step again, from the random state before it, to the first with a tile that is not finite.
+    """Runs a step's micro-batches again, from the random state before it, to the first with a tile that is not finite.
     Returns the tile and what replays it: batch.x, batch.y, ..., and the random state before the pass. None if the NaN
     does not begin in attention."""
     set_rng_state(rng)  # so the dropout is that of the step

@@ -7,10 +7,10 @@ update() is the step, and it is the same code in all three modes: eager; compile
 (the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
-itself skips a bad update and all after it. When the host learns of it, up to two steps later, the weights are still
-those before the NaN.
+itself skips a bad update and all after it (in fp16 one whose gradient overflows, alone). When the host learns of it, up
+to two steps later, the weights are still those before the NaN.
 
-B batch size, T sequence length. A step's batch has an axis in front, the passes: (passes, B, T).
+B batch size, T sequence length. A step's batch has an axis in front: (micro-batches, B, T).
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from data.loader import Batch
+from kernels.problem import Problem
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, draws_from_torch
 from training.parallel import ALONE, Ranks, whole
@@ -34,7 +35,7 @@ WARM_UP = 3  # steps before the capture: kernels are compiled and the optimizers
 
 
 class StepStats(NamedTuple):
-    loss: float  # nats per token, mean over all passes
+    loss: float  # nats per token, mean over all micro-batches
     grad_norm: float  # of the whole gradient, before clipping
     loss_scale: float  # in fp16; 1 in other dtypes
     stopped: bool  # this update or one before it was skipped, because loss or gradient was not finite
@@ -57,7 +58,7 @@ def choose_mode(wanted: str, device: torch.device, attention: AttentionConfig, m
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
     compiles = device.type == "cuda" and attention.impl != "tiled"  # which chooses its tiles in Python
     draws_in_python = model.recompute != "false" and draws_from_torch(model, attention)
-    captures = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights from Python
+    captures = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
@@ -80,8 +81,8 @@ class TrainStep:
     def __post_init__(self):
         self.device = device = next(self.model.parameters()).device
         if self.mode != "eager":
-            # torch keeps graphs for the next run. It finds them by the ops' names, so their source belongs to the key.
-            source = Path(getfile(AttentionConfig)).read_bytes()
+            # torch.compile's cache on the disk knows an op by its name alone, so the key gets the files that define it.
+            source = b"".join(Path(getfile(what)).read_bytes() for what in (AttentionConfig, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             for block in self.model.blocks:  # alike, so compiled once; the whole model takes ten times as long
                 # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
@@ -98,7 +99,7 @@ class TrainStep:
         self.stats = torch.zeros(4, device=device)
 
     def __call__(self, batch: Batch, lr: float) -> PendingStats:
-        """Enqueues one update. batch: on the CPU, int64 (passes, B, T). At most `ahead` updates may be pending."""
+        """Enqueues one update. batch: int64 (micro-batches, B, T), on the CPU. At most `ahead` may be pending."""
         cuda = self.device.type == "cuda"
         if self.batch is None or self.batch.x.shape != batch.x.shape:  # the first, or after length_warmup_steps
             if cuda:
@@ -112,22 +113,20 @@ class TrainStep:
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-        if self.mode == "graph" and self.graph is None and self.steps == self.capture_at:
+        if self.mode == "graph" and self.steps == self.capture_at:
             self.graph = self.capture(self.batch)
         if self.graph is not None:
             self.graph.replay()
         else:
             self.update(self.batch)
         numbers = self.stats.to("cpu", non_blocking=cuda, copy=True)  # in pinned memory, if it does not wait
-        event = torch.cuda.Event() if cuda else None
-        if event is not None:
-            event.record()
+        event = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self.steps += 1
         return PendingStats(numbers, event)
 
     def update(self, batch: Batch) -> None:
         """The step: everything that the device does with a batch."""
-        # Forward and backward. The gradient is that of the mean loss over all passes, scaled in fp16.
+        # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
             with self.autocast:
@@ -137,7 +136,7 @@ class TrainStep:
         # All-reduce: sums gradients in place, returns the summed loss.
         loss = self.ranks.all_reduce(loss, self.model.parameters())
 
-        # Clip.
+        # Clip. In two calls, because the guard needs the norm of the whole gradient, which FSDP2 has in parts.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
