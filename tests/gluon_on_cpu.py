@@ -280,8 +280,7 @@ LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in AS_IN_TORCH},
 }
 PARTS: dict[str, Any] = {
-    "jit": lambda f=None, **_: f or (lambda f: f),
-    "builtin": lambda f: f,
+    "jit": lambda f=None, **_: f or (lambda f: f), "builtin": lambda f: f,
     "language": SimpleNamespace(**LANGUAGE),
     "fence_async_shared": lambda: None,
     "mbarrier": SimpleNamespace(init=Barrier.init, wait=Barrier.wait, arrive=Barrier.arrive, expect=Barrier.arrive,

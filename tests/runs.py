@@ -47,7 +47,7 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert samples[0] == samples[1]
     a, b = (checkpoint.load_checkpoint(last(r)) for r in (run, other))
     assert a.step == b.step == records(run)[-1]["step"]
-    assert a.state["loader"] == b.state["loader"]
+    assert all(a.state[part] == b.state[part] for part in ("loader", "scaler"))
     for x, y in ((a.weights, b.weights), (a.training, b.training)):
         assert x.keys() == y.keys()
         assert all(torch.equal(x[name], y[name]) for name in x)

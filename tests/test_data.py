@@ -14,7 +14,7 @@ from data.loader import Loader, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 
-UNICODE = "caf\u00e9 \u4f60\u597d \U0001f600\n" * 40 + "\u20ac"  # every length of UTF-8, and no line end at the end
+UNICODE = "caf\u00e9\u2028 \u4f60 \U0001f600\n" * 40 + "\u20ac"  # every length of UTF-8; a separator; no line end
 DOCUMENTS = [f"document {i}\r\n\n{UNICODE}" for i in range(40)]
 
 

@@ -21,7 +21,8 @@ BYTE = TokenizerConfig("byte")
 
 
 def jsonl(*documents: str, field: str = "text") -> bytes:
-    return "".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(documents)).encode()
+    lines = (json.dumps({field: text, "id": i}, ensure_ascii=False) for i, text in enumerate(documents))
+    return "\n".join([*lines, ""]).encode()
 
 
 def arrived(folder: Path) -> list[str]:
