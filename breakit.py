@@ -46,6 +46,8 @@ class Lab:
 
     def __post_init__(self):
         check(self)
+        if self.trace + self.look + (self.replay is not None) > 1:
+            raise ValueError("trace=, look= and replay= are different things: give one of them")
 
 
 def lab(cfg: Lab) -> None:

@@ -98,6 +98,8 @@ def main(cfg: DictConfig) -> float:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         run = set_up(cfg)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, OSError) as error:  # a mistake: one line. A program error keeps its traceback
         print(f"train: {error}", file=sys.stderr, flush=True)
         if in_sweep:

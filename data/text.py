@@ -37,8 +37,9 @@ def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
     files = (file for file in shown if file.is_file() and skipped.isdisjoint(file.parents))
     found = sorted(file for file in files if not folder or suffix(file) in TEXT_SUFFIXES)
     if not found:
-        why = "hidden files, runs= and data.cache= do not count, nor data files like .csv in a folder"
-        raise ValueError(f"data.path={path} has no text ({why}): name a file, or files by a glob like FOLDER/*.csv")
+        why = "hidden files, runs= and data.cache= do not count" + (", nor data files like .csv" if folder else "")
+        what = "has no text" if folder else "matches no file"
+        raise ValueError(f"data.path={path} {what} ({why}): name a file, or files by a glob like FOLDER/*.csv")
     return found
 
 

@@ -41,7 +41,7 @@ def build(config: TokenizerConfig, texts: Iterable[str], kept: tiktoken.Encoding
     """The tokenizer that `config` names. Only bpe reads `texts`. ValueError if it is to be `kept`, and that is None."""
     if config.kind == "kept":
         if kept is None:
-            raise ValueError("tokenizer=kept needs init_from= or the tokens' tokenizer.json: use tokenizer=gpt2")
+            raise ValueError("tokenizer=kept needs init_from= or the tokens' tokenizer.json: use tokenizer=gpt2 or bpe")
         return kept
     if config.kind == "bpe":
         return train_bpe(texts, config.vocab_size)

@@ -130,7 +130,8 @@ def merge_kernel(acc_of, m_of, l_of, o, splits, D: tl.constexpr, BLOCK_D: tl.con
     """Step 3 over the splits of a row, then step 6. A split without keys has m = START and l = 0."""
     row, i, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     m = tl.load(m_of + row * splits + i, mask=i < splits, other=START)
-    alpha = tl.exp2(m - tl.max(m, 0))
+    m_all = tl.max(m, 0)
+    alpha = tl.exp2(m - m_all)
     l = tl.sum(alpha * tl.load(l_of + row * splits + i, mask=i < splits, other=0.0), 0)
     inside = (i < splits)[:, None] & (d < D)[None, :]
     acc = tl.load(acc_of + (row * splits + i)[:, None] * D + d[None, :], mask=inside, other=0.0)

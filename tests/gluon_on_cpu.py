@@ -281,15 +281,13 @@ LANGUAGE: dict[str, Any] = {
 }
 PARTS: dict[str, Any] = {
     "jit": lambda f=None, **_: f or (lambda f: f), "builtin": lambda f: f,
-    "language": SimpleNamespace(**LANGUAGE),
-    "fence_async_shared": lambda: None,
+    "language": SimpleNamespace(**LANGUAGE), "fence_async_shared": lambda: None,
     "mbarrier": SimpleNamespace(init=Barrier.init, wait=Barrier.wait, arrive=Barrier.arrive, expect=Barrier.arrive,
                                 MBarrierLayout=lambda: "barriers"),
     "tma": SimpleNamespace(async_copy_global_to_shared=Descriptor.copy_in,
                            async_copy_shared_to_global=Descriptor.copy_out,
                            store_wait=lambda left: job().wait_copies(left)),
-    "warpgroup_mma": Product,
-    "warpgroup_mma_wait": wait_products,
+    "warpgroup_mma": Product, "warpgroup_mma_wait": wait_products,
 }  # fmt: skip
 # What the kernels have in assembly, or by reading shared memory in another layout.
 OF_BACKWARD: dict[str, Any] = {

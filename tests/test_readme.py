@@ -72,8 +72,11 @@ def test_a_command_of_the_pages_is_one_that_runs(command):
         OmegaConf.to_object(compose(SCRIPTS[script][0], typed))
 
 
-def test_the_pages_have_commands_of_every_script():
+def test_the_pages_have_commands_of_every_script_and_readmes_diff_fits_the_files():
     assert {command.split(".")[0] for command in FIRST} == set(SCRIPTS)
+    for part in re.split(r"^  (?=\w)", PAGES["README.md"].split("```diff\n")[1].split("```")[0], flags=re.M)[1:]:
+        code = (ROOT / re.split("[,;]", part)[0]).read_text(encoding="utf-8")
+        assert all(line[1:].strip() in code for line in part.splitlines() if line.startswith("-"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")

@@ -133,8 +133,9 @@ def find_checkpoint(named: str, runs: Path, name: str | None = None) -> Checkpoi
             return load_checkpoint(path)
         except ValueError as error:
             print(f"{error}; looking for the one before it", file=sys.stderr)
-    have = ", ".join(sorted(path.parent.name for path in runs.glob(f"*/{FOLDER}"))) or "none"
-    raise ValueError(f"there is no checkpoint of {run or named} in {runs}; runs that have one: {have}")
+    names = sorted(path.parent.name for path in runs.glob(f"*/{FOLDER}"))
+    have = ", ".join(names[-5:]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+    raise ValueError(f"{runs} has no checkpoint of {run or 'a whole run'} that loads; runs that have one: {have}")
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
@@ -183,8 +184,11 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer
 
 @torch.no_grad()
 def take_weights(parent: Checkpoint, model: nn.Module) -> None:
-    """The weights of a checkpoint. ValueError if they have other shapes than the model's."""
-    for name, p in model.named_parameters():
+    """The weights of a checkpoint. ValueError if they have other names or shapes than the model's."""
+    ours = dict(model.named_parameters())
+    if different := ours.keys() ^ parent.weights.keys():
+        raise ValueError(f"{min(different)} is not both in {parent.path} and here: leave out what changes the model")
+    for name, p in ours.items():
         if (theirs := parent.weights[name]).shape != p.shape:
             shapes = f"{name} of {tuple(theirs.shape)}, not {tuple(p.shape)}"
             raise ValueError(f"{parent.path} has {shapes}: leave out what changes the model")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from conf.keys import check, key
 from model.gpt import GPT
-from training.parallel import like, local, whole
+from training.parallel import like, local, part_of, whole
 
 TOGETHER = 2**24  # elements of the matrices that Muon updates together
 
@@ -109,21 +109,21 @@ class Muon(NotCompiled):
 
     def update(self, ps: list[Tensor], lr: float | Tensor, weight_decay: float, momentum: float) -> None:
         """One update of matrices of one shape."""
-        old_buffers, grads = [self.state[p]["momentum_buffer"] for p in ps], [p.grad for p in ps if p.grad is not None]
+        old_buffers, grads = [local(self.state[p]["momentum_buffer"]) for p in ps], [local(p.grad) for p in ps]
         buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
         rate = lr * (0.2 * math.sqrt(max(ps[0].shape)))
-        made = orthogonal(torch.stack([whole(x) for x in ahead])).to(ps[0].dtype)
-        directions = [like(x, p) for x, p in zip(made, ps, strict=True)]
-        new = torch._foreach_mul(ps, 1 - lr * weight_decay)
+        made = orthogonal(torch.stack([whole(part_of(p, x)) for p, x in zip(ps, ahead, strict=True)])).to(ps[0].dtype)
+        directions, weights = [local(like(x, p)) for x, p in zip(made, ps, strict=True)], [local(p) for p in ps]
+        new = torch._foreach_mul(weights, 1 - lr * weight_decay)
         if isinstance(rate, Tensor):
             torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
         else:
             torch._foreach_add_(new, directions, alpha=-rate)
-        olds, news = [*old_buffers, *ps], [*buffers, *new]
+        olds, news = [*old_buffers, *weights], [*buffers, *new]
         if self.found_inf is not None:
             news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
-        torch._foreach_copy_([local(x) for x in olds], [local(x) for x in news])
+        torch._foreach_copy_(olds, news)
 
 
 def orthogonal(x: Tensor) -> Tensor:

@@ -166,6 +166,15 @@ def local(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "full_tensor") else x
 
 
+def part_of(p: Any, x: Tensor) -> Tensor:
+    """x, this rank's part of a tensor, as one that FSDP2 has cut as p; x itself, if it has not cut p."""
+    if not hasattr(p, "full_tensor"):
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def like(x: Tensor, p: Any) -> Tensor:
     """This rank's part of x, as FSDP2 has cut p; all of x, if it has not, or if x is a scalar."""
     if not hasattr(p, "full_tensor") or x.ndim == 0:

@@ -1,4 +1,4 @@
-"""A table of runs, the best first, with what was typed for each.
+"""A table of runs, the fewest bits per byte first and broken ones last, with what was typed for each.
 
 python -m training.runs                  the runs in runs/
 python -m training.runs runs/sweep-DATE  those of a sweep
@@ -32,5 +32,6 @@ if __name__ == "__main__":
     if not rows:
         sys.exit(f"{parent} has no runs: python -m training.runs FOLDER")
     widths = {name: max(len(name), *(len(str(r[name])) for r in rows)) for name in rows[0]}
-    for line in (dict(zip(widths, widths, strict=True)), *sorted(rows, key=lambda r: r["best val loss"])):
+    rows.sort(key=lambda r: ("BROKEN" in r["run"], r["bits per byte"]))
+    for line in (dict(zip(widths, widths, strict=True)), *rows):
         print("  ".join(str(line[name]).ljust(width) for name, width in widths.items()).rstrip())
