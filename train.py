@@ -163,7 +163,8 @@ def set_up(typed: DictConfig) -> Run:
     cfg.name = name_of(cfg, resumed)
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
-    metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
+    planned = 0 if cfg.max_minutes else cfg.steps  # with a time limit it is not known how many steps there will be
+    metrics = Metrics(folder, planned, cfg.break_it.label, step, ranks.first)
     checks = probe.STEPS if cfg.break_it.broken else ()
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
               seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip
