@@ -61,13 +61,6 @@ class Config(Sampler):
 
 def sample(cfg: Config) -> None:
     """Prints text on standard output and what it is on standard error, or does what is asked for instead."""
-    text = cfg.prompt
-    if cfg.prompt_file:
-        try:
-            content = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
-            text = content.decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"prompt_file={cfg.prompt_file}: {error}") from error
     trained, device = find_trained(cfg.run, cfg.checkpoint, Path(cfg.runs)), pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""
@@ -81,6 +74,10 @@ def sample(cfg: Config) -> None:
         print(stamp + context.report(model, trained))
         return
     model.to(DTYPES[pick_dtype(cfg.dtype, device)])
+    text = cfg.prompt
+    if cfg.prompt_file:
+        content = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
+        text = content.decode("utf-8-sig")
     # As in training, a document begins after an end-of-text token.
     begin = trained.state.get("begin", encoding.eot_token)
     prompt = torch.tensor([[begin, *encode(encoding, text).tolist()]], device=device)

@@ -114,7 +114,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        attend = attention if layer is None else layer.attend  # a KV cache, Ulysses or a probe has its own way
+        attend = attention if layer is None else layer.attend  # a KV cache, Ulysses or a probe
         o = attend(q, k, v, self.attention_config, seed=seed, documents=documents, break_it=self.break_it)
         return self.out(o.transpose(1, 2).reshape(B, T, C))
 
@@ -222,7 +222,7 @@ class GPT(nn.Module):
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
         tables += 0 if self.positions is None else self.positions.weight.numel()
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]
-        keys = sum(w - w**2 / (2 * T) for w in windows)  # that a query sees, the mean over T queries, of all layers
+        keys = sum(w - w**2 / (2 * T) for w in windows)  # seen by a query on average, summed over layers
         return 6 * (self.parameter_count() - tables) + 12 * self.config.n_embd * keys
 
 

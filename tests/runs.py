@@ -11,8 +11,7 @@ import train
 from training import checkpoint
 from training.config import CONF
 
-# What depends on the clock.
-TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "seconds", "mfu"}
+TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "seconds", "mfu"}  # what depends on the clock
 
 
 def composed(*typed: str) -> train.Config:

@@ -72,8 +72,11 @@ def test_a_command_of_the_pages_is_one_that_runs(command):
         OmegaConf.to_object(compose(SCRIPTS[script][0], typed))
 
 
-def test_the_pages_have_commands_of_every_script_and_readmes_diff_fits_the_files():
+def test_the_pages_have_commands_of_every_script():
     assert {command.split(".")[0] for command in FIRST} == set(SCRIPTS)
+
+
+def test_what_readmes_diff_takes_out_stands_in_the_files():
     for part in re.split(r"^  (?=\w)", PAGES["README.md"].split("```diff\n")[1].split("```")[0], flags=re.M)[1:]:
         code = (ROOT / re.split("[,;]", part)[0]).read_text(encoding="utf-8")
         assert all(line[1:].strip() in code for line in part.splitlines() if line.startswith("-"))
@@ -81,7 +84,6 @@ def test_the_pages_have_commands_of_every_script_and_readmes_diff_fits_the_files
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")
 def test_a_debugger_stops_in_a_kernel_where_readme_says(tmp_path):
-    """It took 48 s, and nobody said where to put the breakpoint."""
     for folder in ("conf", "kernels", "model"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     before, mark, after = (file := tmp_path / "kernels" / "flash.py").read_text().partition("  # 3\n")

@@ -93,7 +93,7 @@ def test_a_signal_saves_the_step_that_was_reached_and_the_exit_code_names_it(sta
 
 @pytest.mark.slow
 def test_a_second_signal_kills(start, whole, tmp_path):
-    """An update of 20,000 passes is long, and no signal ends it: the second one has to."""
+    """An update of 20,000 micro-batches is long, and no signal ends it: the second one has to."""
     process = start("train.py", *whole[1], "tokens_per_step=2560000", f"runs={tmp_path}", "name=x")
     next(line for line in process.stdout if line.startswith("trains from"))
     time.sleep(1)  # until train() listens to signals
@@ -161,6 +161,6 @@ def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_ru
     a, b = (load_checkpoint(last(tmp_path / name)) for name in ("x", "child"))
     assert b.step == 1
     assert all(torch.equal(weight, b.weights[name]) for name, weight in a.weights.items())
-    ended = call(train, *data, "init_from=x", f"runs={tmp_path}", "name=other", "model.n_embd=64")
-    assert ended.code == 1
-    assert "embedding.weight" in ended.err
+    for typed, name in ("model.n_embd=64", "embedding.weight"), ("model.n_layer=1", "blocks.1."):
+        ended = call(train, *data, "init_from=x", f"runs={tmp_path}", "name=other", "steps=1", typed)
+        assert (ended.code, name in ended.err) == (1, True)

@@ -21,8 +21,7 @@ BYTE = TokenizerConfig("byte")
 
 
 def jsonl(*documents: str, field: str = "text") -> bytes:
-    lines = (json.dumps({field: text, "id": i}, ensure_ascii=False) for i, text in enumerate(documents))
-    return "\n".join([*lines, ""]).encode()
+    return "".join(json.dumps({field: text, "id": 1}, ensure_ascii=False) + "\n" for text in documents).encode()
 
 
 def arrived(folder: Path) -> list[str]:

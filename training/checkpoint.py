@@ -133,9 +133,8 @@ def find_checkpoint(named: str, runs: Path, name: str | None = None) -> Checkpoi
             return load_checkpoint(path)
         except ValueError as error:
             print(f"{error}; looking for the one before it", file=sys.stderr)
-    names = sorted(path.parent.name for path in runs.glob(f"*/{FOLDER}"))
-    have = ", ".join(names[-5:]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
-    raise ValueError(f"{runs} has no checkpoint of {run or 'a whole run'} that loads; runs that have one: {have}")
+    have = ", ".join(sorted(path.parent.name for path in runs.glob(f"*/{FOLDER}"))) or "none"
+    raise ValueError(f"{runs} has no checkpoint of {run or 'an unbroken run'} that loads; runs that have one: {have}")
 
 
 def all_checkpoints(folder: Path) -> list[Path]:

@@ -85,8 +85,8 @@ class TrainStep:
             # torch.compile's cache on the disk knows an op by its name alone, so the key gets the files that define it.
             source = b"".join(Path(getfile(what)).read_bytes() for what in (AttentionConfig, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
-            # Triton's own folder. torch.compile changes it when it compiles, so that the second run, which does not
-            # compile, would not find our kernels: 9 s.
+            # When torch.compile compiles, it sets this to a folder of its own. A second run, which finds all compiled,
+            # would look for our kernels in Triton's folder and compile them again: 9 s.
             os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
             for block in self.model.blocks:  # alike, so compiled once; the whole model takes ten times as long
                 # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
