@@ -1,83 +1,29 @@
 """The failures of model/break_it.py in the lab: predicted exactly, and found.
 
-FAILURES has an entry for each failure: its prediction, and inputs on which it acts and on which it sleeps. A failure
-that always acts, or that breaks the backward alone, needs only its prediction.
+FAILURES has for each failure the inputs on which it acts and on which it sleeps; lab/prediction.py predicts it.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.problem import runs_kernels
-from lab.whole import FLOAT32, INF, Inputs, Results, Whole, attend, scored, usual
+from lab.prediction import FLOAT32, INF, Inputs, Prediction, Results, attend, scored, usual
 from model import break_it
 from model.break_it import BreakIt
 from training.machine import DTYPES
 
 EVERY, LAST = slice(None), slice(-1, None)
-
-
-class NoMax(Whole):
-    def m(self):
-        return torch.zeros_like(self.s[..., :1])
-
-
-class NoRescaleSum(Whole):
-    def m_of_l(self):
-        return self.running_maximum()
-
-
-class NoRescaleOutput(Whole):
-    def m_of_acc(self):
-        return self.running_maximum()
-
-
-class NoRescale(NoRescaleSum, NoRescaleOutput):
-    pass
-
-
-class ZeroInitMax(Whole):
-    def m(self):
-        return super().m().clamp(min=0.0)
-
-
-class LocalMask(Whole):
-    def seen(self):
-        return torch.arange(self.T_k) % self.N <= torch.arange(self.T)[:, None] % self.M
-
-
-class NoScale(Whole):
-    def scale(self):
-        return 1.0
-
-
-class UnguardedMask(Whole):
-    def m(self):
-        """NaN for a row that has seen no key yet in a tile that is visited: exp(-inf - -inf)."""
-        visited = torch.zeros(self.T, self.T_k, dtype=torch.bool)
-        for i, j in product(range(0, self.T, self.M), range(0, self.T_k, self.N)):
-            visited[i : i + self.M, j : j + self.N] = self.seen()[i : i + self.M, j : j + self.N].any()
-        return super().m().masked_fill((visited & (self.running_maximum() == -INF)).any(-1, keepdim=True), math.nan)
-
-
-class StaleSeed(Whole):
-    def __init__(self, inputs, *rest):
-        super().__init__(inputs, *rest)
-        self.seed_of_backward = None if self.seed is None else self.seed + 1
-
-
 USUAL, NOTHING, SHORT = {"usual inputs": usual()}, dict[str, Inputs](), {"one tile": usual(T=16)}
 
 
 class Entry(NamedTuple):
     """A failure in the lab. acts, sleeps: the inputs, by what they are."""
 
-    prediction: type[Whole]
     acts: dict[str, Inputs] = USUAL
     sleeps: dict[str, Inputs] = NOTHING
 
@@ -85,29 +31,26 @@ class Entry(NamedTuple):
 SEVERAL = {"several tiles": usual()}
 FAILURES = {
     "no_max": Entry(
-        NoMax,
         {
             "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
             "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
         },
         {"usual scores": usual()},
     ),
-    "no_rescale": Entry(NoRescale, SEVERAL, SHORT),
-    "no_rescale_sum": Entry(NoRescaleSum, SEVERAL, SHORT),
-    "no_rescale_output": Entry(NoRescaleOutput, SEVERAL, SHORT),
+    "no_rescale": Entry(SEVERAL, SHORT),
+    "no_rescale_sum": Entry(SEVERAL, SHORT),
+    "no_rescale_output": Entry(SEVERAL, SHORT),
     "zero_init_max": Entry(
-        ZeroInitMax,
         {"two keys with scores of -89": scored(8.0, -44.5, EVERY, EVERY, window=2)},
         {"usual scores": usual()},
     ),
-    "local_mask": Entry(LocalMask, SEVERAL, SHORT),
-    "no_scale": Entry(NoScale, {"head size 16": usual()}, {"head size 1": usual(D=1)}),
+    "local_mask": Entry(SEVERAL, SHORT),
+    "no_scale": Entry({"head size 16": usual()}, {"head size 1": usual(D=1)}),
     "unguarded_mask": Entry(
-        UnguardedMask,
         {"rows without a key": usual(T_k=248), "a window": usual(window=8)},
         {"causal alone": usual()},
     ),
-    "stale_seed": Entry(StaleSeed, {"dropout": usual(seed=7, dropout_p=0.2)}, {"evaluation": usual(dropout_p=0.2)}),
+    "stale_seed": Entry({"dropout": usual(seed=7, dropout_p=0.2)}, {"evaluation": usual(dropout_p=0.2)}),
 }
 
 
@@ -169,9 +112,9 @@ def tried(entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str) -> 
     whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
     number = DTYPES[dtype]
     found = attend(inputs, impl, number, BreakIt(failure))
-    prediction = entry.prediction(inputs, impl, number)
+    prediction = Prediction(inputs, impl, number, BreakIt(failure).broken)
     same = replace(inputs, seed=prediction.seed)  # the seed of the forward
-    right, whole = Whole(same, impl, number).results(), attend(same, impl, number)
+    right, whole = Prediction(same, impl, number).results(), attend(same, impl, number)
     rounding = torch.finfo(number).eps + float(prediction.s[prediction.s.isfinite()].abs().max()) * FLOAT32.eps
     allowed = {name: 2 * (distance(whole[name], right[name]) + rounding) for name in right}
     return prediction.results(), found, right, allowed

@@ -15,18 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.dataset import open_data
-from data.prepare import DataConfig
-from data.tokenizer import TokenizerConfig, encode, from_json
+from data.tokenizer import encode, from_json
 from kernels.problem import runs_kernels
 from model.attention import attention
-from training.checkpoint import Checkpoint, load_checkpoint, set_rng_state
+from training.checkpoint import load_checkpoint, set_rng_state
 from training.machine import pick_device, set_precision
 from training.probe import Call, find, gauges, record
 from training.trained import find_trained, network
 
 TEMPLATE = Path(__file__).with_name("look.html")
-TOKENS = 256  # of the validation text, where no prompt is given
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
 PATTERNS = {
     "previous": "reads the token before",
@@ -38,20 +35,19 @@ PATTERNS = {
 NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which a pattern is named
 
 
-def look(run: str | None, runs: Path, prompt: str | None, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint. prompt: the text; None: the first TOKENS of the validation text. out:
-    the file; None: look.html in the run's folder. A head takes 2 T**2 / 3 bytes."""
+def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
+    """Writes the page of a run's best checkpoint on the text `prompt`. out: the file; None: look.html in the run's
+    folder. A head takes 2 T**2 / 3 bytes."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
-    model = network(trained, "tiled", cpu)
-    idx, documents = text_of(trained, prompt)
-    layers = [of_layer(call, idx[0]) for call in record(model, idx, documents)]
+    model, encoding = network(trained, "tiled", cpu), from_json(trained.tokenizer)
+    # As in training, a document begins after an end-of-text token.
+    idx = torch.tensor([[encoding.eot_token, *encode(encoding, prompt).tolist()]])
+    layers = [of_layer(call, idx[0]) for call in record(model, idx)]
     page = {
         "title": title,
-        "text": "the beginning of its validation text" if prompt is None else "your text",
         "broken": broken,
-        "tokens": [from_json(trained.tokenizer).decode([token]) for token in idx[0].tolist()],
-        "documents": [] if documents is None else ((documents[0].diff() != 0).nonzero().flatten() + 1).tolist(),
+        "tokens": [encoding.decode([token]) for token in idx[0].tolist()],
         "patterns": PATTERNS,
         "steps": STEPS,
         "layers": layers,
@@ -61,21 +57,6 @@ def look(run: str | None, runs: Path, prompt: str | None, out: Path | None) -> N
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data), encoding="utf-8")
     stamp = f"BROKEN[{broken}] " if broken else ""
     print(f"{stamp}{title}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
-
-
-def text_of(trained: Checkpoint, prompt: str | None) -> tuple[Tensor, Tensor | None]:
-    """The ids (1, T) of the prompt, or of the run's first validation tokens with the numbers of their documents."""
-    config, encoding = trained.state["config"], from_json(trained.tokenizer)
-    T, documents = config["model"]["context_length"], None
-    if prompt is not None:  # as in training, a document begins after an end-of-text token
-        ids = [encoding.eot_token, *encode(encoding, prompt).tolist()]
-    else:
-        data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
-        dataset = open_data(data, tokenizer, encoding, T, config["runs"])
-        ids = dataset.val[: min(T, TOKENS)].tolist()
-        begins = torch.as_tensor(dataset.val_documents)
-        documents = torch.searchsorted(begins, torch.arange(len(ids)), right=True)[None]
-    return torch.tensor([ids]), documents
 
 
 def weights_of(call: Call) -> Tensor:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lab.failures import FAILURES, HEAD, Line, tried
-from lab.whole import TILE
+from lab.prediction import TILE
 from model import break_it
 from model.attention import AttentionConfig
 from model.break_it import BreakIt

@@ -61,7 +61,29 @@ class NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets):
         want_x, want_weight = ctx.needs_input_grad[:2]
-        total, dx, dweight = sums_in_chunks(x, weight, targets, want_x, want_weight)
+        wide, unit = torch.promote_types(x.dtype, torch.float32), unit_of(x.dtype)
+        total = x.new_zeros((), dtype=wide)
+        dx = torch.empty_like(x) if want_x else None
+        dweight = x.new_zeros(weight.shape, dtype=wide) if want_weight else None
+        kernel = runs_kernels(x.device) and x.dtype != torch.float64
+        if kernel:
+            from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
+        for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else CHUNK):
+            x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
+            dlogits = x_i @ weight.T  # (chunk, V), the logits still
+            if kernel:
+                losses = loss_in_place(dlogits, targets_i, IGNORE, want_x or want_weight)
+            else:
+                losses, dlogits = by_torch(dlogits, targets_i[:, None], want_x or want_weight)
+            total += losses.sum()
+            if dx is not None:
+                torch.mm(dlogits, weight, out=dx[i : i + chunk])
+            small_x_i = x_i if unit == 1.0 else x_i * unit
+            if dweight is not None and x.is_cuda and x.dtype != wide:  # adds before the product would be rounded
+                torch.addmm(dweight, dlogits.T, small_x_i, out_dtype=wide, out=dweight)
+            elif dweight is not None:
+                dweight += dlogits.T @ small_x_i
+            del dlogits  # or it would be in memory beside the next chunk's
         count = (targets != IGNORE).sum()
         # dweight stays in float32 until the backward divides it: the sum over all tokens may exceed fp16 too.
         ctx.save_for_backward(dx, dweight, count)
@@ -86,37 +108,6 @@ def unit_of(dtype: torch.dtype) -> float:
     """dweight sums over a chunk of up to 16,384 tokens, which exceeds fp16's 65,504 if x is above 4. So in fp16 x is
     made smaller by this power of two, which rounds nothing. The other dtypes have the range."""
     return 2.0**-7 if dtype == torch.float16 else 1.0
-
-
-def sums_in_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, want_x: bool, want_weight: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of the losses, scalar; its gradients dx (N, C) like x and dweight (V, C), times unit_of(x.dtype). The sum
-    and dweight are float32, or float64 with x. A gradient that is not wanted is None."""
-    wide, unit = torch.promote_types(x.dtype, torch.float32), unit_of(x.dtype)
-    total = x.new_zeros((), dtype=wide)
-    dx = torch.empty_like(x) if want_x else None
-    dweight = x.new_zeros(weight.shape, dtype=wide) if want_weight else None
-    kernel = runs_kernels(x.device) and x.dtype != torch.float64
-    if kernel:
-        from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
-    for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else CHUNK):
-        x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
-        dlogits = x_i @ weight.T  # (chunk, V), the logits still
-        if kernel:
-            losses = loss_in_place(dlogits, targets_i, IGNORE, want_x or want_weight)
-        else:
-            losses, dlogits = by_torch(dlogits, targets_i[:, None], want_x or want_weight)
-        total += losses.sum()
-        if dx is not None:
-            torch.mm(dlogits, weight, out=dx[i : i + chunk])
-        small_x_i = x_i if unit == 1.0 else x_i * unit
-        if dweight is not None and x.is_cuda and x.dtype != wide:  # adds before the product would be rounded
-            torch.addmm(dweight, dlogits.T, small_x_i, out_dtype=wide, out=dweight)
-        elif dweight is not None:
-            dweight += dlogits.T @ small_x_i
-        del dlogits  # or it would be in memory beside the next chunk's
-    return total, dx, dweight
 
 
 def by_torch(logits: Tensor, target: Tensor, want_gradient: bool) -> tuple[Tensor, Tensor]:

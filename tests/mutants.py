@@ -121,8 +121,8 @@ TABLE = {
          "data")],
     "data/tokenizer.py": [
         ("a text's end-of-text ends a document", "disallowed_special=())", 'allowed_special="all")', "tokenizer")],
-    "lab/failures.py": [
-        ("the lab's stale seed is the right one", "if self.seed is None else self.seed + 1", "", "breakit")],
+    "lab/prediction.py": [
+        ("the lab's stale seed is the right one", "self.seed + 1", "self.seed", "breakit")],
 }  # fmt: skip
 FAULTS = [Fault(file, *row) for file, rows in TABLE.items() for row in rows]
 

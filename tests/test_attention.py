@@ -242,7 +242,7 @@ def masks(config: AttentionConfig, T: int, dropout_p: float, device: str) -> dic
     and the identity for k, dq shows ds = p (Z - delta). delta, the mean of Z over the row, lies between 0 and the Z of
     a kept weight, so ds is negative for a dropped one.
     """
-    eye, zero = (x.expand(1, 2, T, T).to(device) for x in (torch.eye(T), torch.zeros(T, T)))
+    eye, zero = (x.to(device, torch.bfloat16).expand(1, 2, T, T) for x in (torch.eye(T), torch.zeros(T, T)))
     one = pad(zero[..., 1:], (1, 0), value=1.0)
     config = replace(config, dropout_p=dropout_p, softmax_scale=1.0)
     options = {"causal": False, "seed": torch.tensor(SEED, device=device)}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import breakit
-from lab import failures, page, whole
+from lab import failures, page, prediction
 from lab.failures import DTYPES, compare
-from lab.whole import Inputs, Whole
+from lab.prediction import Inputs, Prediction
 from model import tiled
 from model.attention import AttentionConfig, attention
-from model.break_it import FAILURES, PARTS, UNBROKEN, BreakIt, Failure
+from model.break_it import FAILURES, PARTS, BreakIt, Failure
 from tests.reference import SEED, Case, error, largest, oracle
 from training.config import CONF
 
@@ -28,7 +28,7 @@ CASES += [pytest.param("triton", dtype, marks=[WANTED, pytest.mark.slow]) for dt
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """Triton's interpreter, which tests/interpreter.py corrects, then stands for a GPU."""
-    monkeypatch.setattr(whole, "flushes", lambda impl: impl == "triton")
+    monkeypatch.setattr(prediction, "flushes", lambda impl: impl == "triton")
 
 
 # --- predicted and found
@@ -42,7 +42,7 @@ def test_with_nothing_broken_the_prediction_is_the_oracles(options):
     kept = {name: options[name] for name in ("window", "dropout_p") if name in options}
     inputs = Inputs(*(x[name] for name in ("q", "k", "v", "do")), kept, SEED if "dropout_p" in options else None)
     right = oracle(x, case)
-    for name, found in Whole(inputs, "tiled", torch.float64).results().items():
+    for name, found in Prediction(inputs, "tiled", torch.float64).results().items():
         assert error(found, right[name]) < EPS * largest(right[name])  # l and acc are float32: half an EPS each
 
 
@@ -58,7 +58,7 @@ def test_what_is_found_is_what_was_predicted(failure, impl, dtype):
     assert len(lines) == len(failures.FAILURES[failure].acts | failures.FAILURES[failure].sleeps)
 
 
-def wrong(prediction: Whole, right: Whole) -> float:
+def wrong(prediction: Prediction, right: Prediction) -> float:
     """How far the prediction is from right, in the worst result; NaN counts as infinite."""
     found, wanted = prediction.results(), right.results()
     return max(math.inf if name not in found else failures.distance(found[name], wanted[name]) for name in wanted)
@@ -68,16 +68,16 @@ def wrong(prediction: Whole, right: Whole) -> float:
 def test_a_failure_is_wrong_by_more_than_rounding_where_it_acts_and_not_where_it_sleeps(failure):
     entry = failures.FAILURES[failure]
     for inputs in entry.acts.values():
-        prediction = entry.prediction(inputs, "tiled")
-        assert wrong(prediction, Whole(replace(inputs, seed=prediction.seed), "tiled")) > 0.05
+        prediction = Prediction(inputs, "tiled", broken=BreakIt(failure).broken)
+        assert wrong(prediction, Prediction(replace(inputs, seed=prediction.seed), "tiled")) > 0.05
     for inputs in entry.sleeps.values():  # weights, l and acc are float32 on both sides: six times half an EPS
-        assert wrong(entry.prediction(inputs, "tiled"), Whole(inputs, "tiled")) < 3 * EPS
+        assert wrong(Prediction(inputs, "tiled", broken=BreakIt(failure).broken), Prediction(inputs, "tiled")) < 3 * EPS
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_that_does_not_come_is_noticed(failure, monkeypatch):
     """With nothing taken out, whatever the failure is called, inputs on which it should act are not as predicted."""
-    monkeypatch.setattr(failures, "BreakIt", lambda name: UNBROKEN)
+    monkeypatch.setattr(failures, "attend", lambda inputs, impl, number, *_: prediction.attend(inputs, impl, number))
     lines = {line.inputs: line.difference for line in compare(failure, "tiled", "float32")}
     for where in failures.FAILURES[failure].acts:
         assert lines[where] > 100  # times what rounding allows
@@ -92,16 +92,17 @@ def test_a_failure_that_does_not_come_is_noticed(failure, monkeypatch):
 def no_delta(monkeypatch):
     """Takes delta out of tiled's backward, as somebody would who adds a failure."""
 
-    class NoDelta(Whole):
-        def delta(self, o):
-            return torch.zeros_like(o[..., :1])
+    def delta(self, o, real=Prediction.delta):
+        return real(self, o) * ("no_delta" not in self.broken)
+
+    monkeypatch.setattr(Prediction, "delta", delta)
 
     def backward(q, k, v, o, lse2, do, dlse, problem, *rest, real=tiled.backward):
         return real(q, k, v, o * ("no_delta" not in problem.broken), lse2, do, dlse, problem, *rest)
 
     monkeypatch.setattr(tiled, "backward", backward)
     monkeypatch.setitem(FAILURES, "no_delta", Failure("delta", "always", "attention.block_n=32", "naive has no delta"))
-    monkeypatch.setitem(failures.FAILURES, "no_delta", failures.Entry(NoDelta))
+    monkeypatch.setitem(failures.FAILURES, "no_delta", failures.Entry())
     return "no_delta"
 
 

@@ -86,21 +86,21 @@ def data_of(path) -> dict:
     return json.loads(data)
 
 
-def test_the_page_of_a_run_has_its_text_its_documents_and_every_head(call, runs, tmp_path):
+def test_the_page_of_a_run_has_its_text_and_every_head(call, runs, tmp_path):
     out = tmp_path / "look.html"
-    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}").code == 0
+    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "prompt=f(x): a").code == 0
     page = data_of(out)
-    assert (len(page["tokens"]), page["broken"]) == (32, "")
+    assert ("".join(page["tokens"][1:]), page["broken"]) == ("f(x): a", "")
     assert [len(layer["heads"]) for layer in page["layers"]] == [2, 2]
     assert "http://" not in out.read_text()
-    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "prompt=f(x): a").code == 0
-    assert "".join(data_of(out)["tokens"][1:]) == "f(x): a"
     refused = call(breakit, "look=true", "run=whole", f"runs={runs}", "prompt=" + 40 * "x")
     assert (refused.code, "context_length=32" in refused.err) == (1, True)
 
 
 def test_the_page_of_a_broken_run_says_so(call, runs, tmp_path):
-    said = call(breakit, "look=true", "run=odd-BROKEN-no_rescale", f"runs={runs}", f"out={tmp_path}/look.html")
+    said = call(
+        breakit, "look=true", "run=odd-BROKEN-no_rescale", f"runs={runs}", f"out={tmp_path}/look.html", "prompt=a"
+    )
     assert said.out.startswith("BROKEN[no_rescale] ")
     assert data_of(tmp_path / "look.html")["broken"] == "no_rescale"
 
@@ -122,7 +122,7 @@ def test_a_kept_fault_is_replayed_to_its_tile_and_another_checkpoint_is_refused(
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_the_page_draws_in_a_browser_and_is_no_wider_than_a_phone(call, runs, tmp_path):
-    call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={tmp_path}/look.html")
+    call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={tmp_path}/look.html", "prompt=f(x): a")
     with browser() as page:
         for width, height in ((1280, 800), (390, 844)):
             page.window(width, height)
@@ -132,10 +132,3 @@ def test_the_page_draws_in_a_browser_and_is_no_wider_than_a_phone(call, runs, tm
             page.run('document.querySelectorAll("#heads button")[3].click()')
             assert "Layer 1, head 1" in page.run('return document.getElementById("name").textContent')
         assert page.log("browser") == []
-
-
-def test_the_page_has_the_first_token_of_each_later_document(call, runs, tmp_path, monkeypatch):
-    documents = torch.tensor([[0] * 5 + [1] * 3 + [2]])
-    monkeypatch.setattr(look, "text_of", lambda *_: (torch.arange(9)[None], documents))
-    assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={tmp_path}/look.html").code == 0
-    assert data_of(tmp_path / "look.html")["documents"] == [5, 8]

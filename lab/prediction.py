@@ -1,8 +1,7 @@
 """Attention in float64 by its formulas, a method for each step; and what implementations compute on the same inputs.
 
-The gradients are those of sum(o * do). The prediction of a failure is a subclass that overrides the step that the
-failure breaks (lab/failures.py). Some failures are overflows, so weights, l and acc are held in float32, and the
-weights that multiply v in the inputs' dtype.
+The gradients are those of sum(o * do). With `broken` it predicts those failures of model/break_it.py. Some failures are
+overflows, so weights, l and acc are held in float32, and the weights that multiply v in the inputs' dtype.
 
     q, do, o, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse (B, H, T)    scores, weights (B, H, T, T_k)
 """
@@ -10,6 +9,7 @@ weights that multiply v in the inputs' dtype.
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -66,24 +66,28 @@ def held(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype).double()
 
 
-class Whole:
-    """Attention as it should be, on inputs rounded to dtype. M x N: the tiles; naive has one of T x T_k."""
+class Prediction:
+    """Attention, whole or broken, on inputs rounded to dtype. M x N: the tiles; naive has one of T x T_k."""
 
-    def __init__(self, inputs: Inputs, impl: str = "naive", dtype: torch.dtype = torch.float32):
-        self.impl, self.dtype, self.options = impl, dtype, inputs.options
+    def __init__(self, inputs: Inputs, impl: str = "naive", dtype=torch.float32, broken: tuple[str, ...] = ()):
+        self.impl, self.dtype, self.options, self.broken = impl, dtype, inputs.options, broken
         self.q, self.k, self.v, self.do = (x.double() for x in inputs.rounded(dtype, "cpu"))
         self.H_kv = self.k.shape[1]
         self.k, self.v = (x.repeat_interleave(self.q.shape[1] // self.H_kv, 1) for x in (self.k, self.v))
         self.T, self.T_k, self.D = self.q.shape[2], self.k.shape[2], self.q.shape[3]
         self.seed = self.seed_of_backward = inputs.seed
+        if self.seed is not None and "stale_seed" in broken:
+            self.seed_of_backward = self.seed + 1
         self.M, self.N = (self.T, self.T_k) if impl == "naive" else tiles(impl, inputs, dtype)
 
     def scale(self) -> float:
-        return self.D**-0.5
+        return 1.0 if "no_scale" in self.broken else self.D**-0.5
 
     def seen(self) -> Tensor:
         """Whether a row sees a key: bool (T, T_k)."""
         i, j = torch.arange(self.T)[:, None] + self.T_k - self.T, torch.arange(self.T_k)
+        if "local_mask" in self.broken:
+            return j % self.N <= i % self.M
         return (j <= i) & (j > i - self.options.get("window", self.T_k))
 
     @cached_property
@@ -94,13 +98,14 @@ class Whole:
     def m(self) -> Tensor:
         """The maximum of each row after its last tile, (B, H, T, 1); 0 for a row that sees no key."""
         m = self.s.amax(-1, keepdim=True)
-        return m.masked_fill(m == -INF, 0.0)
-
-    def m_of_l(self) -> Tensor:
-        """The maximum that is subtracted for the sum l: (B, H, T, 1), or one for each key (B, H, T, T_k)."""
-        return self.m()
-
-    m_of_acc = m_of_l  # and for the output acc
+        m = m.masked_fill(m == -INF, 0.0)
+        if "unguarded_mask" in self.broken:  # exp(-inf - -inf) in a visited tile of a row that has seen no key yet
+            visited = torch.zeros(self.T, self.T_k, dtype=torch.bool)
+            for i, j in product(range(0, self.T, self.M), range(0, self.T_k, self.N)):
+                visited[i : i + self.M, j : j + self.N] = self.seen()[i : i + self.M, j : j + self.N].any()
+            m = m.masked_fill((visited & (self.running_maximum() == -INF)).any(-1, keepdim=True), math.nan)
+        m = m.clamp(min=0.0) if "zero_init_max" in self.broken else m
+        return torch.zeros_like(m) if "no_max" in self.broken else m
 
     def running_maximum(self) -> Tensor:
         """The maximum of each row after the tile of each key, tiles going from left to right: (B, H, T, T_k)."""
@@ -116,7 +121,9 @@ class Whole:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""
-        of_l, of_acc = (held(torch.exp(self.s - m)) for m in (self.m_of_l(), self.m_of_acc()))
+        rescaling = "no_rescale_sum", "no_rescale_output"  # without it each tile keeps the maximum of its time
+        maxima = (self.running_maximum() if name in self.broken else self.m() for name in rescaling)
+        of_l, of_acc = (held(torch.exp(self.s - m)) for m in maxima)
         if flushes(self.impl):
             of_l, of_acc = (x.masked_fill(x < FLOAT32.tiny, 0.0) for x in (of_l, of_acc))
         l = held(of_l.sum(-1, keepdim=True))
