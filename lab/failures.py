@@ -34,6 +34,7 @@ FAILURES = {
         {
             "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
             "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
+            "one score of 88, values of 64: acc overflows": scored(8.0, 44.0, LAST, slice(40, 41), v=64.0),
         },
         {"usual scores": usual()},
     ),

@@ -76,13 +76,13 @@ def test_in_fp16_a_scaled_loss_keeps_a_gradient_that_the_mean_alone_would_round_
     assert_within_budget(found, naive, right)
 
 
-def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_a_chunk():
-    """8,192 tokens with the same target and x = 30: their sum is 245,760, and fp16 ends at 65,504."""
-    x = torch.full((8192, 4), 30.0, device=DEVICE).half()
+def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_tokens():
+    """fp16 ends at 65,504. The sum over these tokens is 12 million; in smaller units, as summed, still 96,000."""
+    x = torch.full((65536, 4), 200.0, device=DEVICE).half()
     weight = torch.zeros(16, 4, device=DEVICE).half().requires_grad_()
-    loss = next_token_loss(x, weight, torch.zeros(8192, dtype=torch.int64, device=DEVICE))
+    loss = next_token_loss(x, weight, torch.zeros(65536, dtype=torch.int64, device=DEVICE))
     (dweight,) = torch.autograd.grad(loss, weight)
-    assert dweight[0].tolist() == [30.0 * (1 / 16 - 1)] * 4
+    assert dweight[0].tolist() == [200.0 * (1 / 16 - 1)] * 4
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's in the interpreter
