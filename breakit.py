@@ -37,7 +37,7 @@ class Lab:
 
     run: str | None = key(None, "look: a run's name; null: the one that saved last and is not broken", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
-    prompt: str | None = key(None, "look: the text", least=1)
+    prompt: str = key("", "look: the text")
     row: int = key(3, "trace: which query, from 0", least=0)
     block_m: int = key(2, "trace: query rows per tile", least=1)
     block_n: int = key(2, "trace: key rows per tile", least=1)
@@ -46,7 +46,7 @@ class Lab:
 
     def __post_init__(self):
         check(self)
-        if self.look and self.prompt is None:
+        if self.look and not self.prompt:
             raise ValueError("look=true reads a text: give prompt=TEXT")
         if self.trace + self.look + (self.replay is not None) > 1:
             raise ValueError("trace=, look= and replay= are different things: give one of them")
@@ -56,7 +56,7 @@ def lab(cfg: Lab) -> None:
     if cfg.replay:
         replay(Path(cfg.replay))
     elif cfg.look:
-        look(cfg.run, Path(cfg.runs), str(cfg.prompt), Path(cfg.out) if cfg.out else None)
+        look(cfg.run, Path(cfg.runs), cfg.prompt, Path(cfg.out) if cfg.out else None)
     elif cfg.trace:
         tiles = cfg.block_m, cfg.block_n, cfg.causal or cfg.failure == "local_mask"
         print(*trace(worked_example(), cfg.row, *tiles, cfg.failure, cfg.score_gain), sep="\n")

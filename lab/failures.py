@@ -1,6 +1,6 @@
 """The failures of model/break_it.py in the lab: predicted exactly, and found.
 
-FAILURES has for each failure the inputs on which it acts and on which it sleeps; lab/prediction.py predicts it.
+FAILURES has the inputs on which each failure acts and on which it sleeps; lab/prediction.py predicts it.
 """
 
 import math
@@ -84,7 +84,7 @@ def compare(failure: str, impl: str, dtype: str) -> Iterator[Line]:
     """Lines for all inputs of a failure. ValueError where the implementation has nothing to remove."""
     entry = FAILURES[failure]
     for name, inputs in (entry.acts | entry.sleeps).items():
-        predicted, found, right, allowed = tried(entry, failure, inputs, impl, dtype)
+        predicted, found, right, allowed = tried(failure, inputs, impl, dtype)
         difference = max(distance(found[x], predicted[x]) / allowed[x] for x in predicted)
         o, gradients = ([error(x, right, *names) for x in (predicted, found)] for names in (["o"], ["dq", "dk", "dv"]))
         yield Line(failure, name, impl, dtype, o, gradients, difference)
@@ -108,7 +108,7 @@ def table(names: list[str], dtype: str) -> list[Line]:
     return lines
 
 
-def tried(entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str) -> tuple[Results, Results, Results, dict]:
+def tried(failure: str, inputs: Inputs, impl: str, dtype: str) -> tuple[Results, Results, Results, dict]:
     """predicted, found, right; and by how much found may differ, as a share of the largest number predicted: twice the
     whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
     number = DTYPES[dtype]

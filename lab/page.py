@@ -74,7 +74,7 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
     """The error of each result in each tile, found (bars) and predicted (crosses), on the first input of the failure;
     and the losses of the short trainings. A tile that is not finite has a red bar of full height."""
     name, inputs = next(iter(FAILURES[failure].acts.items()))
-    predicted, found, right, _ = tried(FAILURES[failure], failure, inputs, "tiled", "float32")
+    predicted, found, right, _ = tried(failure, inputs, "tiled", "float32")
     figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
     figure.suptitle(f"{failure}: without {break_it.FAILURES[failure].removed}", fontsize=16)
     axes, training = figure.subplots(1, 2, width_ratios=[3, 2])

@@ -121,7 +121,7 @@ class Prediction:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""
-        rescaling = "no_rescale_sum", "no_rescale_output"  # without it each tile keeps the maximum of its time
+        rescaling = "no_rescale_sum", "no_rescale_output"  # without, a weight keeps the maximum it began with
         maxima = (self.running_maximum() if name in self.broken else self.m() for name in rescaling)
         of_l, of_acc = (held(torch.exp(self.s - m)) for m in maxima)
         if flushes(self.impl):
