@@ -15,6 +15,7 @@ A run writes everything into runs/NAME: config.yaml, typed.txt, metrics.jsonl, l
 import training  # noqa: F401 (before torch, because it sets how OpenMP's idle threads wait)
 
 # isort: split
+import gc
 import math
 import os
 import shlex
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import torch
@@ -34,6 +36,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, validation_batches
@@ -43,8 +46,8 @@ from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
 from training import machine, probe
-from training.checkpoint import find_checkpoint, open_folder, restore, save_checkpoint, take_weights, tensors_of
-from training.config import Config, check_arguments, configuration, fill_in, name_of, refuse_attention, to_type
+from training.checkpoint import FOLDER, find_checkpoint, open_folder, restore, save_checkpoint, take_weights, tensors_of
+from training.config import Config, as_text, configuration, fill_in, name_of, read_arguments, refuse_attention, to_type
 from training.huggingface import find_weights
 from training.metrics import Metrics
 from training.optimizer import build_optimizers, learning_rate
@@ -91,34 +94,56 @@ class Run:
         return every > 0 and (self.is_over() or self.step % every == 0)
 
 
+class Pending(NamedTuple):
+    """An update that was enqueued, and what a NaN in it needs."""
+
+    step: int
+    lr: float
+    stats: PendingStats
+    batch: Batch
+    loader: dict  # its state before the batch
+    rng: dict  # the random state before the step
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """One run. Returns its best validation loss, which a sweeper such as Optuna's minimises. Exits with 1 for a mistake
     of the user's or a NaN (a sweep goes on with the next job), and with 128 + n after signal n."""
+    code, best, why = one_run(cfg)
+    gc.collect()  # or the next job of a sweep has this one's model beside its own
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
-        run = set_up(cfg)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:  # a mistake: one line. A program error keeps its traceback
-        print(f"train: {error}", file=sys.stderr, flush=True)
-        if in_sweep:
-            raise CompactHydraException(str(error)) from None
-        sys.exit(1)
-    code = 1
-    try:
-        code = train(run)
-    except torch.OutOfMemoryError as error:
-        same = f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
-        raise CompactHydraException(f"out of memory: use {same}, or model.recompute=true ({error})") from None
-    finally:
-        run.metrics.close(code)
-        run.lock.release()
-    run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
-    run.ranks.leave()
+    if why:
+        print(f"train: {why}", file=sys.stderr, flush=True)
+    if why and in_sweep:  # here, because Hydra keeps the exception, and an exception keeps its frames
+        raise CompactHydraException(why)
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
-    return run.metrics.best[0]
+    return best
+
+
+def one_run(cfg: DictConfig) -> tuple[int, float, str]:
+    """The exit code, the best validation loss, and what ended the run in a line (a program error has its traceback)."""
+    run, code, why = None, 1, ""
+    try:
+        run = set_up(cfg)
+        code = train(run)
+    except KeyboardInterrupt:  # in set_up(): train() listens to signals
+        code = 130
+    except torch.OutOfMemoryError as error:
+        same = run and f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
+        why = f"out of memory: use {same or 'a smaller model'}, or model.recompute=true ({error})"
+    except (ValueError, OSError, SafetensorError) as error:  # a user's mistake, or a full disk
+        if run and isinstance(error, ValueError):
+            raise
+        why = str(error)
+    finally:
+        if run:
+            run.metrics.close(code)
+            run.lock.release()
+    if run and not why:
+        run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
+        run.ranks.leave()
+    return code, run.metrics.best[0] if run else math.inf, why
 
 
 # --- set up: the quick checks come first, and the folder is made after all of them
@@ -129,6 +154,8 @@ def set_up(typed: DictConfig) -> Run:
     cfg, source = configuration(typed, resumed, parent), resumed or parent
     ranks = join(cfg.parallel, cfg.device)
     device = machine.pick_device(ranks.device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # a sweep's jobs before it had theirs
     dtype = machine.pick_dtype(cfg.dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.model.head_size, cfg.model.context_length, cfg.break_it)
     ranks.check(cfg, attention)
@@ -187,8 +214,8 @@ def introduce(run: Run, source: Path | None) -> None:
     cfg, data, say, count = run.cfg, run.dataset, run.metrics.say, run.train_step.model.parameter_count()
     folder = run.metrics.folder
     if run.ranks.first:
-        OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
-        if not (folder / "typed.txt").exists():  # else it is resumed
+        OmegaConf.save(OmegaConf.create(as_text(asdict(cfg))), folder / "config.yaml")
+        if run.step == 0 or not (folder / "typed.txt").exists():  # else it is resumed
             (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
     say(f"run: {folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
@@ -211,7 +238,7 @@ def train(run: Run) -> int:
     """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest, so
     the GPU never waits for it."""
     cfg, train_step, say = run.cfg, run.train_step, run.metrics.say
-    pending: list[tuple[int, float, PendingStats, Batch, dict]] = []
+    pending: list[Pending] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
@@ -219,21 +246,24 @@ def train(run: Run) -> int:
     if run.is_over() and not run.unfinished:
         say(f"nothing to train: it has made {run.step} steps in {run.seconds / 60:.1f} minutes")
     stopped = run.unfinished and finish_step(run)
-    run.last_logged = time.perf_counter()
+    run.last_logged, first = time.perf_counter(), run.step + 1
     while not (stopped or run.is_over()):
+        loader = run.loader.state_dict()
         batch = next_batch(run)
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, run.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
-        pending.append((run.step, lr, train_step(batch, lr), batch, rng))
+        pending.append(Pending(run.step, lr, train_step(batch, lr), batch, loader, rng))
+        if run.step == first:  # it compiles, and the learning rate's clock begins after that
+            run.start = time.perf_counter() - run.seconds
         run.sync_time_and_signal()
         intervals = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
         due = run.signal or run.step in run.checks or any(map(run.is_due, intervals))
         while pending and (due or len(pending) > train_step.ahead):
-            step, rate, update, its_batch, its_rng = pending.pop(0)
-            stats = log(run, step, rate, update)
+            update = pending.pop(0)
+            stats = log(run, update)
             if stats.stopped:
-                return stop_at_nan(run, step, stats, its_batch, its_rng)
+                return stop_at_nan(run, update, stats)
         if due:
             stopped = finish_step(run)
             run.last_logged = time.perf_counter()
@@ -258,36 +288,47 @@ def next_batch(run: Run) -> Batch:
     return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
-def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
+def log(run: Run, update: Pending) -> StepStats:
     """Waits for an update and logs it."""
-    cfg, train_step, device = run.cfg, run.train_step, run.train_step.device
-    stats, now = update.wait(), time.perf_counter()
+    cfg, step, train_step, device = run.cfg, update.step, run.train_step, run.train_step.device
+    stats, now = update.stats.wait(), time.perf_counter()
     seconds, run.last_logged = now - run.last_logged, now
     speed = run.tokens_per_step / seconds
-    left = min(run.seconds / step * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
+    limit = 60 * (cfg.max_minutes or math.inf)
+    pace = run.seconds / max(1, step - 1)  # the clock begins after the first step
+    left = max(0.0, min(pace * (cfg.steps - step), limit - run.seconds))
     peak = machine.peak_flops(run.facts["device"]) if run.facts["dtype"] != "float32" else None
     flops = train_step.model.flops_per_token(cfg.length(step)) * speed / run.ranks.size
-    record = {"step": step, "loss": stats.loss, "lr": lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
-              "tokens_per_second": speed, "memory_gib": machine.memory_gib(device), "eta_s": max(0.0, left),
-              "mfu": flops / peak if peak else None, "loss_scale": stats.loss_scale}  # fmt: skip
+    record = {"step": step, "loss": stats.loss, "lr": update.lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
+              "tokens_per_second": speed, "memory_gib": machine.memory_gib(device),
+              "eta_s": left if step > 1 else None, "mfu": flops / peak if peak else None,
+              "loss_scale": stats.loss_scale}  # fmt: skip
     if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
+    if step == 3 and limit < 50 * seconds:
+        way_out = "raise it, or lower model.context_length or batch_size"
+        run.metrics.say(f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few: {way_out}")
     return stats
 
 
-def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) -> int:
-    """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
-    cfg, say = run.cfg, run.metrics.say
-    run.step = step  # later updates were skipped
+def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
+    """Saves the weights before the update, and says what to try; with probe.every also the first tile with a NaN."""
+    cfg, say, step = run.cfg, run.metrics.say, update.step
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    advice = f"try a lower optimizer.lr (it is {cfg.optimizer.lr:g}), or dtype=float32 (it is {run.facts['dtype']})"
-    say(f"docs/break-it.md says when {cfg.break_it.label} ends in NaN" if cfg.break_it.broken else advice)
+    run.step = step - 1  # later updates were skipped
+    if run.step > 0:
+        save(run, loader=update.loader)
+    lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
+    again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
+    advice = f"try dtype=float32 (it is {run.facts['dtype']}) or a lower rate: {again if run.step else lower}"
+    say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if run.checks else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
         return 1
-    found = probe.search(run.train_step, batch, rng)
+    found = probe.search(run.train_step, update.batch, update.rng)
     say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
     if found:
+        run.step = step
         fault = save(run, into="faults", fault=found[1])
         say(f"  to see it again: {to_type('breakit.py', f'replay={fault}')}")
     return 1
@@ -357,12 +398,15 @@ def sample(run: Run) -> None:
     model.train()
 
 
-def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fault: dict | None = None) -> Path:
-    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
+def save(
+    run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dict | None = None, loader: dict | None = None
+) -> Path:
+    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer.
+    loader: its state, if it has gone on since."""
     train_step, cfg = run.train_step, run.cfg
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
-             "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,
-             "seconds": run.seconds}  # fmt: skip
+             "loader": loader or run.loader.state_dict(), "scaler": train_step.scaler.state_dict(),
+             "unfinished": run.unfinished, "seconds": run.seconds}  # fmt: skip
     weights, optimizer = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:
@@ -371,5 +415,5 @@ def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fau
 
 
 if __name__ == "__main__":
-    check_arguments(sys.argv[1:], Config, "train")
+    read_arguments(Config, "train")
     main()

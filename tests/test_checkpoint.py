@@ -55,6 +55,8 @@ def test_the_newest_and_the_best_are_kept_and_a_loss_that_is_not_finite_is_never
     for step, loss in enumerate(losses, 1):
         save(tmp_path, step, loss, keep_last=2)
     assert [checkpoint.step_of(path) for path in all_checkpoints(tmp_path)] == [3, 7, 8]
+    (tmp_path / "step_000007" / "state.json").write_text("")  # does not load
+    save(tmp_path, 8, 4.0, keep_last=2)
     assert checkpoint.best_checkpoint(tmp_path).name == "step_000003"
     assert checkpoint.best_checkpoint(tmp_path / "none") is None
 
@@ -63,8 +65,9 @@ class Killed(BaseException):
     """No line of save_checkpoint() runs after it, as after kill -9."""
 
 
-def test_a_kill_before_any_operation_on_files_leaves_only_whole_checkpoints(tmp_path, monkeypatch):
-    """And the next checkpoint is written as if nothing had been. The one of the same step is replaced."""
+@pytest.mark.parametrize(("step", "operations"), [(4, 16), (3, 1)])
+def test_a_kill_before_any_operation_on_files_leaves_only_whole_checkpoints(tmp_path, monkeypatch, step, operations):
+    """And the next checkpoint is written as if nothing had been. Step 3 gets its validation loss later."""
 
     def counted(real):
         def operation(*arguments, **options):
@@ -78,28 +81,36 @@ def test_a_kill_before_any_operation_on_files_leaves_only_whole_checkpoints(tmp_
     at, ended = 0, False
     while not ended:
         at, counts, folder = at + 1, [0], tmp_path / str(at)
-        save(folder, 1, 0.5), save(folder, 2, 0.7), save(folder, 3, 0.9)
+        save(folder, 1, 0.5), save(folder, 2, 0.7), save(folder, 3)
         with monkeypatch.context() as patch:
-            for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+            for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
                 patch.setattr(os, name, counted(getattr(os, name)))
             try:
-                save(folder, 3, 1.0, keep_last=1)
+                save(folder, step, 1.0, keep_last=1)
                 ended = True
             except Killed:
                 pass
         assert all(load_checkpoint(path) for path in all_checkpoints(folder))
         assert (folder / "step_000001").exists()
-        save(folder, 4, 1.0, keep_last=1)
-        assert {path.name for path in folder.iterdir()} == {"step_000001", "step_000004"}
-    assert at > 15
+        assert step == 4 or (folder / "step_000003").exists()
+        save(folder, 5, 1.0, keep_last=1)
+        assert {path.name for path in folder.iterdir()} == {"step_000001", "step_000005"}
+    assert at > operations
+
+
+def test_a_loss_that_comes_later_is_kept_with_its_step(tmp_path):
+    for loss in (None, 0.5, None):
+        path = save(tmp_path, 3, loss)
+    assert load_checkpoint(path).state["val_loss"] == 0.5
 
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """old and new, each with steps 1 and 2, and a broken one that saved last."""
+    """old and new, each with steps 1 and 2, the first the best; a broken one that saved last; and a user's copy."""
     for run in ("old", "sweep-1/new", "no-BROKEN-no_max"):
         for step in (1, 2):
-            save(tmp_path / run / FOLDER, step)
+            save(tmp_path / run / FOLDER, step, float(step))
+    shutil.copytree(tmp_path / "old" / FOLDER / "step_000002", tmp_path / "old" / FOLDER / "step_000002_backup")
     return tmp_path
 
 
@@ -110,6 +121,7 @@ def runs(tmp_path) -> Path:
 )  # fmt: skip
 def test_resume_finds(runs, named, name, expected):
     assert find_checkpoint(named, runs, name).path == runs / expected / FOLDER / "step_000002"
+    assert find_checkpoint(named, runs, name, best=True).path == runs / expected / FOLDER / "step_000001"
     path = runs / "old" / FOLDER / "step_000001"  # a step's folder may be named
     assert find_checkpoint(str(path), runs).step == 1
 
@@ -136,7 +148,8 @@ def test_a_run_is_held_by_one_at_a_time_and_not_begun_twice(runs):
     with pytest.raises(ValueError, match="another process"):
         checkpoint.open_folder(runs / "old", resumed)
     lock.release()
-    with pytest.raises(ValueError, match="resume=auto name=old"):
-        checkpoint.open_folder(runs / "old", None)
+    for other in (find_checkpoint("sweep-1/new", runs), None):
+        with pytest.raises(ValueError, match="resume=auto name=old"):
+            checkpoint.open_folder(runs / "old", other)
     shutil.rmtree(runs / "old" / FOLDER)
     checkpoint.open_folder(runs / "old", None).release()

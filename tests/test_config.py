@@ -41,6 +41,11 @@ def test_ones_own_text_gets_the_default_recipe():
 
 MISTAKES = {
     "lr=1e-3": "optimizer.lr=1e-3",
+    "max_iters=100": "steps=100",  # nanoGPT's
+    "--block_size=64": "model.context_length=64",
+    "config/train_gpt2.py": "experiment=gpt2_124m",
+    "resume=": "resume=",
+    "init_from=": "init_from=",
     "--lr=1e-3": "key=value",
     "stpes=100": "steps=100",
     "notes.txt": "key=value",
@@ -94,10 +99,10 @@ def test_steps_alone_switch_the_time_limit_off(call, small, tmp_path):
 def test_help_has_every_group_and_every_key_with_its_value_for_this_command_and_its_meaning(call):
     said = call(train, "steps=123", "--help").out
     assert "steps=123" in said
-    for name, meaning in leaves(Config):
+    for name, entry in leaves(Config):
         assert f"  {name}=" in said
-        assert meaning
-        assert meaning[:60] in said
+        assert entry.metadata["meaning"]
+        assert entry.metadata["meaning"][:60] in said
     for group, options in GROUPS.items():
         (line,) = (line for line in said.splitlines() if line.startswith(f"  {group}= "))
         assert line.replace("*", "").split()[1:] == options

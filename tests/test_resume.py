@@ -2,12 +2,14 @@
 
 import json
 import random
+import resource
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train
 from tests.processes import HANGS
@@ -120,6 +122,50 @@ def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_d
     assert [path.name for path in all_checkpoints(x / FOLDER)] == ["step_000002", "step_000004"]
     assert {path.name for path in (x / FOLDER).glob("later-*")} == {"later-step_000004", "later-step_000006"}
     assert [record["step"] for record in records(x)] == [1, 2, 3, 4]
+
+
+def test_a_nan_leaves_the_weights_before_it_to_go_on_from(small_run, tmp_path):
+    """And no checkpoint of step 0, so that the name is free."""
+    rate = "optimizer.lr=1e30 optimizer.warmup_steps=0 optimizer.min_lr_ratio=1"
+    said = small_run(f"steps=5 name=nan probe.every=1 {rate}", code=1).out
+    small_run(f"steps=1 name=one {rate}")
+    (nan,), (one,) = (all_checkpoints(tmp_path / name / FOLDER) for name in ("nan", "one"))
+    a, b = map(load_checkpoint, (nan, one))
+    assert (a.step, a.state["loader"]) == (1, b.state["loader"])
+    assert all(torch.equal(a.weights[name], b.weights[name]) for name in b.weights)
+    assert f"resume=auto name=nan runs={tmp_path} optimizer.lr=5e+29" in said
+    fault = next((tmp_path / "nan" / "faults").iterdir())  # which has no optimizer
+    assert "optimizer" in small_run(f"resume={fault} name=nan", code=1).err
+    small_run("steps=5 attention.softmax_scale=1e30", code=1)
+    small_run("steps=1 seed=5")
+    assert "seed=5" in (tmp_path / "x" / "typed.txt").read_text()
+
+
+def test_a_text_in_a_checkpoint_is_text_and_an_unknown_key_one_line(small_run, tmp_path):
+    small_run("steps=1")
+    state = last(tmp_path / "x") / "state.json"
+    state.write_text(state.read_text().replace('"project": null', '"project": "${oc.env:HOME}"'))
+    small_run("resume=auto steps=2")
+    assert OmegaConf.load(tmp_path / "x" / "config.yaml").wandb.project == "${oc.env:HOME}"
+    state = last(tmp_path / "x") / "state.json"
+    state.write_text(state.read_text().replace('"n_layer"', '"n_layers"'))
+    for err in small_run("resume=auto steps=3", code=1).err, small_run("init_from=x name=y", code=1).err:
+        assert "n_layers" in err
+        assert "Traceback" not in err
+
+
+def test_a_full_disk_is_one_line_and_what_was_saved_is_there(small_run, tmp_path):
+    small_run("steps=2")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # less than the weights
+        err = small_run("resume=auto steps=4", code=1).err
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "too large" in err
+    assert "Traceback" not in err
+    assert load_checkpoint(last(tmp_path / "x")).step == 2
+    small_run("resume=auto steps=4")
 
 
 def test_what_was_typed_for_a_run_holds_after_a_resume_and_what_is_typed_then_wins(small_run, call, tmp_path):

@@ -101,9 +101,14 @@ def test_a_typed_prompt_means_itself_to_hydra():
     draw = random.Random(0)
     prompts = ["", CHARACTERS, '"cat"', "null", "~a=[1", "ends\r\n", "\\", "\\\n", "\\${a}", "<|endoftext|>"]
     prompts += ["".join(draw.choices("\\\\'\"${}a, =[]:\n\t#%", k=draw.randrange(9))) for _ in range(1000)]
-    for prompt in prompts:
-        (override,) = OverridesParser.create().parse_overrides([config.quoted(f"prompt={prompt}")])
-        assert OmegaConf.create({"prompt": override.value()}).prompt == prompt
+    paths = ["naïve file (1).txt", "run[1]", "é", "*.txt", "~/x", "1e3", "a,b=c", "-", "a/b.txt"]
+    for key, text in [("prompt", prompt) for prompt in prompts] + [("data.path", path) for path in paths]:
+        (override,) = OverridesParser.create().parse_overrides(
+            [config.quoted(f"{key}={text}", {"prompt", "data.path"})]
+        )
+        assert OmegaConf.create({"text": override.value()}).text == text
+    for argument in ("data.path='a b'", 'data.path="a b"', "steps=1", "name=a b"):
+        assert config.quoted(argument, {"data.path"}) == argument
 
 
 def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp_path, monkeypatch):
@@ -173,7 +178,8 @@ def test_a_broken_models_text_is_stamped(call, run):
 
 
 MISTAKES = ["run=none", "checkpoint=nowhere", "prompt=a prompt_file=b", "prompt_file=nowhere", "temperature=-1",
-            "num_samples=0", "num_sample=3", "device=tpu", "impl=cudnn", "context=true", "export={run}"]  # fmt: skip
+            "num_samples=0", "num_sample=3", "device=tpu", "impl=cudnn", "context=true", "export={run}",
+            "--start=a b"]  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", MISTAKES)

@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 import shlex
+import time
+import weakref
 
 import pytest
 import torch
@@ -107,6 +110,7 @@ def test_a_broken_run_says_so_everywhere(small_run, tmp_path):
 def test_a_run_whose_minutes_are_over_evaluates_saves_and_ends_with_its_lowest_rate(small_run, tmp_path):
     said = small_run("steps=1000000 max_minutes=0.02 optimizer.warmup_steps=3 optimizer.min_lr_ratio=0.5").out
     rows = records(tmp_path / "x")
+    assert rows[0]["eta_s"] is None  # there is no pace yet
     assert 0.5 < rows[1]["eta_s"] <= 1.2  # it was 0:00: what is left of the minutes, not of the steps
     rates = [row["lr"] for row in rows]
     assert rates[-1] == pytest.approx(5e-4, rel=0.2)
@@ -116,11 +120,29 @@ def test_a_run_whose_minutes_are_over_evaluates_saves_and_ends_with_its_lowest_r
     assert "max_minutes=0.04" in said
 
 
+def test_the_rates_clock_begins_after_the_first_step_and_a_run_of_few_steps_says_so(small_run, tmp_path, monkeypatch):
+    """The first step compiles. The second one had 98 % of the rate."""
+    slow, enqueue = iter([2.0, 0.1, 0.1]), TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *step: time.sleep(next(slow, 0)) or enqueue(*step))
+    said = small_run("steps=1000000 max_minutes=0.05 optimizer.warmup_steps=100000").out
+    rates = [row["lr"] for row in records(tmp_path / "x")]
+    assert rates[1] < 0.3 * max(rates)
+    assert re.search("only [23]. steps fit", said)
+
+
 def test_the_scale_of_fp16_is_logged_and_the_loss_is_not_scaled(small_run, tmp_path):
     small_run("steps=3 dtype=fp16 attention=sdpa")
     rows = records(tmp_path / "x")
     assert rows[0]["loss_scale"] == 65536
     assert abs(rows[0]["loss"] - math.log(257)) < 0.5
+
+
+def test_names_and_paths_may_hold_any_letter(small_run, text, tmp_path):
+    """Hydra's grammar refused them, or read [1] as a pattern's."""
+    file = tmp_path / "naïve file (1) [2].txt"
+    file.write_text("".join(path.read_text() for path in sorted(text.iterdir())))
+    small_run("steps=1", "name=é", f"data.path={file}")
+    assert last(tmp_path / "é").name == "step_000001"
 
 
 def test_a_length_warmup_trains_on_shorter_sequences_and_as_many_tokens(small_run, tmp_path, monkeypatch):
@@ -138,6 +160,21 @@ def test_out_of_memory_is_one_line_with_the_way_out(small_run, monkeypatch):
     err = small_run("steps=2", code=1).err
     assert "batch_size=4 with tokens_per_step=128" in err
     assert "Traceback" not in err
+
+
+def test_a_job_that_was_out_of_memory_leaves_it_to_the_next_one(small_run, monkeypatch):
+    models = []
+
+    def full(self, batch, lr):
+        models.append(weakref.ref(self.model))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TrainStep, "__call__", full)
+    monkeypatch.setattr(train.machine, "about", lambda device, about=train.machine.about: alive.append(
+        [model() for model in models]) or about(device))  # fmt: skip
+    alive: list = []
+    small_run("steps=2 seed=1,2 name=null -m", code=1)
+    assert alive == [[], [None]]
 
 
 def test_the_first_lines_name_commit_versions_device_attention_and_parameters(small_run):

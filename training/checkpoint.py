@@ -13,10 +13,13 @@ renamed: a kill at any moment leaves the checkpoint before it, or the new one, c
 import json
 import math
 import os
+import re
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training.machine import rng_state, set_rng_state
+from training.metrics import replace
 from training.parallel import ALONE, Ranks, like
 
 Tensors = dict[str, Tensor]
@@ -43,9 +47,17 @@ class Checkpoint:
     state: dict
     tokenizer: str
 
+    def options(self, group: str, schema: type) -> Any:
+        """A group of its configuration as a dataclass. ValueError for a key that this version does not have."""
+        try:
+            return schema(**self.state["config"][group])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is of another version of this program ({error})") from error
+
 
 def open_folder(folder: Path, resumed: Checkpoint | None, ranks: Ranks = ALONE) -> FileLock:
-    """Makes runs/NAME and locks it, on rank 0, until release() or the process ends. ValueError if a run is there."""
+    """Makes runs/NAME and locks it, on rank 0, until release() or the process ends. ValueError if another run is
+    there."""
     lock = FileLock(folder / ".lock")
     if not ranks.first:
         return lock
@@ -55,7 +67,7 @@ def open_folder(folder: Path, resumed: Checkpoint | None, ranks: Ranks = ALONE) 
     except Timeout:
         raise ValueError(f"another process is writing {folder}: use another name=") from None
     for path in all_checkpoints(folder / FOLDER):
-        if resumed is None:
+        if resumed is None or resumed.path.parents[1].resolve() != folder.resolve():
             raise ValueError(f"{folder} has a run: go on with resume=auto name={folder.name}, or use another name=")
         if step_of(path) > resumed.step:  # else resume=auto would go on from there, with records of other steps
             later = path.with_name(f"later-{path.name}")
@@ -68,20 +80,23 @@ def save_checkpoint(
     folder: Path, step: int, weights: Tensors, training: Tensors, state: dict, tokenizer: str, keep_last: int
 ) -> Path:
     """Writes folder/step_000030, completely or not at all. Keeps the newest `keep_last` and the one with the lowest
-    state["val_loss"]. OSError for a full disk: earlier checkpoints are as they were."""
-    final = folder / f"step_{step:06d}"
+    state["val_loss"]. Of a step that was saved before only the state changes, and only to add that loss.
+    OSError or SafetensorError for a full disk: earlier checkpoints are as they were."""
+    final, described = folder / f"step_{step:06d}", json.dumps({"step": step, **state}, indent=1)
     temporary = folder / f".tmp-{final.name}"
     for left_by_a_kill in folder.glob(".tmp-*"):
         shutil.rmtree(left_by_a_kill)
+    if final.exists():
+        if state["val_loss"] is not None:  # the evaluation that a signal had cut short
+            replace(final / "state.json", described)
+        return final
     temporary.mkdir(parents=True)
     save_file(weights, temporary / "model.safetensors")
     save_file(training, temporary / "training.safetensors")
     (temporary / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1), encoding="utf-8")
+    (temporary / "state.json").write_text(described, encoding="utf-8")
     for path in (*temporary.iterdir(), temporary):
         flush(path)
-    if final.exists():  # a run that went on from an earlier checkpoint makes this step again
-        delete(final)
     os.rename(temporary, final)
     flush(folder)  # before anything older is deleted
     keep = {*all_checkpoints(folder)[-keep_last:], best_checkpoint(folder)}
@@ -116,18 +131,22 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} cannot be loaded ({str(error).splitlines()[0]})") from error
 
 
-def find_checkpoint(named: str, runs: Path, name: str | None = None) -> Checkpoint:
-    """The checkpoint that resume= or init_from= names: auto (of the run `name`, else of the run that saved last and is
-    not broken), a run, or a step's folder. Passes over one that does not load, and says so."""
+def find_checkpoint(named: str, runs: Path, name: str | None = None, best: bool = False) -> Checkpoint:
+    """The checkpoint that is named: by auto (of the run `name`, else of the run that saved last and is not broken), by
+    a run, or by a step's folder. Of a run it is the last one, or the best. Passes over one that does not load, and says
+    so. One rule for all keys: what goes on with a run (resume=) takes the last, what uses its weights the best."""
     if (Path(named) / "state.json").exists():
         return load_checkpoint(Path(named))
     run = name if named == "auto" else named
     if run:
         found = all_checkpoints(runs / run / FOLDER) or all_checkpoints(Path(run) / FOLDER)
     else:
-        every = (path for path in runs.glob(f"**/{FOLDER}/step_*") if "BROKEN" not in str(path))
+        folders = (folder for folder in runs.glob(f"**/{FOLDER}") if "BROKEN" not in str(folder))
+        every = (path for folder in folders for path in all_checkpoints(folder))
         newest = max(every, key=lambda path: path.stat().st_mtime, default=None)
         found = all_checkpoints(newest.parent) if newest else []
+    if best and found and (lowest := best_checkpoint(found[0].parent)):
+        found.append(lowest)
     for path in reversed(found):
         try:
             return load_checkpoint(path)
@@ -138,8 +157,8 @@ def find_checkpoint(named: str, runs: Path, name: str | None = None) -> Checkpoi
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in runs/NAME/checkpoints, by step."""
-    return sorted(folder.glob("step_*"), key=step_of)
+    """The checkpoints in runs/NAME/checkpoints, by step. What has another name (a user's copy) is none."""
+    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -148,7 +167,10 @@ def step_of(path: Path) -> int:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; the earliest of several. None if none was evaluated."""
-    losses = {path: json.loads((path / "state.json").read_text())["val_loss"] for path in all_checkpoints(folder)}
+    losses = {}
+    for path in all_checkpoints(folder):
+        with suppress(OSError, ValueError, KeyError):  # of one that does not load
+            losses[path] = json.loads((path / "state.json").read_text(encoding="utf-8"))["val_loss"]
     losses = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(losses, key=losses.__getitem__, default=None)
 
@@ -174,6 +196,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         of_this = {key: x for key, x in checkpoint.training.items() if key.rpartition(".")[0] == name}
+        if not of_this:  # a fault's folder has a batch in its place
+            raise ValueError(f"{checkpoint.path} has no optimizer state of {name}: resume another checkpoint")
         # Copied, because the loaded tensors are views of a file. All are where the weight is: the optimizers are fused.
         owner[p].state[p] = {key.rpartition(".")[2]: like(x.to(p.device, copy=True), p) for key, x in of_this.items()}
     states = {name: x for name, x in checkpoint.training.items() if name.startswith("rng.")}
@@ -183,12 +207,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer
 
 @torch.no_grad()
 def take_weights(parent: Checkpoint, model: nn.Module) -> None:
-    """The weights of a checkpoint. ValueError if they have other names or shapes than the model's."""
-    ours = dict(model.named_parameters())
-    if different := ours.keys() ^ parent.weights.keys():
-        raise ValueError(f"{min(different)} is not both in {parent.path} and here: leave out what changes the model")
+    """The weights of a checkpoint: the one way to load them. ValueError for other names or shapes than the model's."""
+    ours, theirs = dict(model.named_parameters()), parent.weights
+    for name in ours | theirs:
+        shapes = [tuple(of[name].shape) if name in of else "missing" for of in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            why = f"{name} is {shapes[0]} there and {shapes[1]} in the model"
+            raise ValueError(f"{parent.path} does not fit: {why}; leave out what changes the model")
     for name, p in ours.items():
-        if (theirs := parent.weights[name]).shape != p.shape:
-            shapes = f"{name} of {tuple(theirs.shape)}, not {tuple(p.shape)}"
-            raise ValueError(f"{parent.path} has {shapes}: leave out what changes the model")
-        p.copy_(like(theirs.to(p.device), p))
+        p.copy_(like(theirs[name].to(p.device), p))

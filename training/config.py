@@ -10,8 +10,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from conf.keys import check, key
 from data.prepare import DataConfig
@@ -62,8 +63,8 @@ class Config:
 
     name: str | None = key(None, "name of the run and its folder; null: the date", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
-    resume: str | None = key(None, "go on with a run: auto (name=, or the newest) | a run's name | a checkpoint's path")
-    init_from: str | None = key(None, "begin with weights: a run, a checkpoint, a folder of transformers, or hf:NAME")
+    resume: str | None = key(None, "go on with a run: auto (name=, or the newest) | its name | a path", least=1)
+    init_from: str | None = key(None, "begin with weights: a run's best, a path, or transformers' hf:NAME", least=1)
     seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0)
 
     steps: int = key(700, "number of training steps (updates of the weights)", least=1)
@@ -129,16 +130,15 @@ def command(name: str, schema: type, run: Callable[[Any], None]) -> None:
             sys.exit(f"{name}: {error}")
 
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    check_arguments(sys.argv[1:], schema, name)
-    sys.argv[1:] = map(quoted, sys.argv[1:])
+    read_arguments(schema, name)
     main()
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every dotted key of a dataclass, and its meaning."""
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """Every dotted key of a dataclass, and its field."""
     nested = [entry for entry in fields(config) if is_dataclass(entry.default_factory)]
     for entry in (entry for entry in fields(config) if entry not in nested):
-        yield prefix + entry.name, entry.metadata.get("meaning", "")
+        yield prefix + entry.name, entry
     for entry in nested:
         yield from leaves(entry.default_factory, f"{prefix}{entry.name}.")
 
@@ -153,20 +153,32 @@ def help_text(schema: type, cfg: DictConfig) -> str:
     if len(lines) > 1:
         lines[1:1] = ["", "Groups: each option is a file in conf/ that sets several keys; * is in use.", ""]
     lines += ["", "Keys, each with its value for this command:", ""]
-    for name, meaning in leaves(schema):
+    for name, entry in leaves(schema):
         value = OmegaConf.select(cfg, name)
-        lines.append(f"  {name}={'null' if value is None else value}".ljust(42) + f" {meaning}")
+        lines.append(f"  {name}={'null' if value is None else value}".ljust(42) + f" {entry.metadata['meaning']}")
     return "\n".join(lines)
 
 
-def check_arguments(arguments: list[str], schema: type, script: str) -> None:
-    """Exits with the nearest right name for a key that does not exist, which Hydra's message does not have. Answers
-    --help, for which Hydra would copy all keys once for each group: 0.8 s."""
+# What a user of nanoGPT types, and what it is here.
+NANOGPT = {
+    "block_size": "model.context_length", "max_iters": "steps", "learning_rate": "optimizer.lr", "start": "prompt",
+    "out_dir": "name", "dropout": "model.dropout_p", "eval_interval": "eval_every", "eval_iters": "eval_tokens",
+    "warmup_iters": "optimizer.warmup_steps", "gradient_accumulation_steps": "tokens_per_step", "dataset": "data",
+    "config/train_shakespeare_char.py": "experiment=shakespeare_gpu", "config/train_gpt2.py": "experiment=gpt2_124m",
+    "config/finetune_shakespeare.py": "experiment=finetune_gpt2",
+}  # fmt: skip
+
+
+def read_arguments(schema: type, script: str) -> None:
+    """Checks and quotes sys.argv for Hydra. Exits with the nearest right name for a key that does not exist, which
+    Hydra's message does not have. Answers --help, for which Hydra would copy all keys once for each group: 0.8 s."""
+    arguments = sys.argv[1:]
     groups = [name for name in ("experiment", *(entry.name for entry in fields(schema))) if (CONF / name).is_dir()]
     known = [*groups, *(name for name, _ in leaves(schema))]
     for argument in arguments:
         name, equals, value = argument.lstrip("-").partition("=")
         ends = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]  # lr: optimizer.lr
+        ends = ends or [ours for theirs, ours in NANOGPT.items() if theirs == name]
         dashes = argument.startswith("-")
         flags = any(other.startswith("-") for other in arguments)  # such as --cfg job
         if argument.startswith(("+", "~", "hydra")) or (dashes and not ends) or (flags and not equals and not dashes):
@@ -176,9 +188,13 @@ def check_arguments(arguments: list[str], schema: type, script: str) -> None:
             sys.exit(f"{script}: {argument}: there is no such {name}; choose {options}")
         if dashes or not equals or name not in known:
             near = ends or get_close_matches(name, known, 1)
-            hint = f"did you mean {' or '.join(f'{k}={value}' for k in near)}?" if near else "--help shows every key"
+            near = [other if "=" in other else f"{other}={value}" for other in near]
+            hint = f"did you mean {' or '.join(near)}?" if near else "--help shows every key"
             why = f"there is no key {name}" if equals and not dashes else "write options as key=value, without dashes"
             sys.exit(f"{script}: {argument}: {why}; {hint}")
+    if not {"-m", "--multirun"} & {*arguments}:  # a sweep's values are lists
+        texts = {name for name, entry in leaves(schema) if entry.type in (str, str | None)}
+        sys.argv[1:] = arguments = [quoted(argument, texts) for argument in arguments]
     if {"--help", "-h"} & {*arguments}:
         typed = [argument for argument in arguments if not argument.startswith("-")]
         try:
@@ -190,17 +206,29 @@ def check_arguments(arguments: list[str], schema: type, script: str) -> None:
         sys.exit()
 
 
-def quoted(argument: str) -> str:
-    """prompt=TEXT in quotes, for Hydra, which would otherwise read the text by its own grammar."""
-    if not argument.startswith("prompt="):
+def quoted(argument: str, texts: Container[str] = ("prompt",)) -> str:
+    """KEY=TEXT in quotes, for Hydra, which would read most texts by its own grammar. A text in quotes stays as it is,
+    but a prompt's quotes are its own. texts: the keys whose values are strings."""
+    name, _, text = argument.partition("=")
+    if name not in texts or (name != "prompt" and re.match(r"""["']|[a-zA-Z_./-][\w./:@+-]*\Z""", text, re.ASCII)):
         return argument
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))  # no interpolation
-    return "prompt='" + re.sub(r"(\\*)('|\Z)", r"\1\1\2", text).replace("'", r"\'") + "'"
+    return f"{name}='" + re.sub(r"(\\*)('|\Z)", r"\1\1\2", as_text(text)).replace("'", r"\'") + "'"
+
+
+def as_text(x: Any) -> Any:
+    """A string, or all those in a dict or list, as OmegaConf takes it for itself: ${...} is no interpolation."""
+    if isinstance(x, dict):
+        return {name: as_text(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [as_text(value) for value in x]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", x) if isinstance(x, str) else x
 
 
 def to_type(script: str, *arguments: str) -> str:
     """A command for the reader to type, in the folder in which this one was typed."""
-    return shlex.join(["python", str(Path(sys.argv[0]).with_name(script)), *arguments])
+    processes = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun sets it
+    launch = ["torchrun", "--nproc-per-node", processes] if processes and script == "train.py" else ["python"]
+    return shlex.join([*launch, str(Path(sys.argv[0]).with_name(script)), *arguments])
 
 
 def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:
@@ -211,15 +239,19 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     if resumed and "experiment" in typed:
         raise ValueError("a resumed run has its experiment's values already: leave experiment= out")
     if source:
-        theirs = source.state["config"]
+        theirs = as_text(source.state["config"])
         if parent:
             groups = ("model", "attention", "break_it")
             theirs = {name: theirs[name] for name in groups} | {"tokenizer": {"kind": "kept"}}
         base = OmegaConf.structured(Config) if resumed else cfg
-        merged = OmegaConf.merge(base, theirs, *(file_of(name, chosen[name]) for name in typed if name in chosen))
+        try:
+            merged = OmegaConf.merge(base, theirs, *(file_of(name, chosen[name]) for name in typed if name in chosen))
+        except OmegaConfBaseException as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{source.path} is of another version of this program ({why})") from error
         for name in ("name", "runs", "resume", *typed):
             if name not in chosen:
-                OmegaConf.update(merged, name, OmegaConf.select(cfg, name), merge=False)
+                OmegaConf.update(merged, name, as_text(OmegaConf.select(cfg, name)), merge=False)
         cfg = cast(DictConfig, merged)
     if "steps" in typed and "max_minutes" not in typed:  # who wants so many steps gets them
         cfg.max_minutes = None

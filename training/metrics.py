@@ -91,12 +91,13 @@ class Metrics:
             return f"{head} | val loss {record['val_loss']:.4f} | bits per byte {bits:.4f} | best {loss:.4f} at {step}"
         if "loss" not in record:
             return " | ".join([head, *(f"{name} {x:.3g}" for name, x in record.items() if isinstance(x, float))])
-        eta, mfu = int(record["eta_s"]), record["mfu"]
+        eta, mfu = record["eta_s"], record["mfu"]
         return (
             f"{head} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | "
             f"{record['ms']:.1f} ms | {record['tokens_per_second'] / 1e3:.1f}k tok/s | "
             + (f"mfu {mfu:.1%} | " if mfu else "")
-            + f"mem {record['memory_gib']:.2f} GiB | eta {eta // 60}:{eta % 60:02}"
+            + f"mem {record['memory_gib']:.2f} GiB"
+            + (f" | eta {int(eta) // 60}:{int(eta) % 60:02}" if eta is not None else "")
         )
 
     def say(self, text: str) -> None:

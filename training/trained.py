@@ -1,5 +1,6 @@
 """A trained model: the checkpoint that was named, and the model with its weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,25 +8,22 @@ import torch
 from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from training.checkpoint import Checkpoint, best_checkpoint, find_checkpoint, load_checkpoint
+from training.checkpoint import Checkpoint, find_checkpoint, take_weights
 from training.huggingface import find_weights
 
 
 def find_trained(run: str | None, checkpoint: str, runs: Path) -> Checkpoint:
     """checkpoint: best (lowest validation loss) or last of the run `run` (None: of the one that saved last and is not
     broken), or what find_weights() takes. ValueError, one line, if there is none."""
-    if checkpoint not in ("best", "last"):
-        return find_weights(checkpoint, runs)
-    last = find_checkpoint(run or "auto", runs)
-    best = best_checkpoint(last.path.parent) if checkpoint == "best" else None
-    return load_checkpoint(best) if best else last
+    if checkpoint in ("best", "last"):
+        return find_checkpoint(run or "auto", runs, best=checkpoint == "best")
+    return find_weights(checkpoint, runs)
 
 
 def network(trained: Checkpoint, impl: str, device: torch.device) -> GPT:
     """The model with its weights, float32, in evaluation mode. impl: of attention; auto: what resolve() chooses."""
-    groups = trained.state["config"]
-    config, break_it = GPTConfig(**groups["model"]), BreakIt(**groups["break_it"])
-    attention = AttentionConfig(**{**groups["attention"], "impl": impl})
+    config, break_it = trained.options("model", GPTConfig), trained.options("break_it", BreakIt)
+    attention = replace(trained.options("attention", AttentionConfig), impl=impl)
     model = GPT(config, resolve(attention, device.type, config.head_size, break_it=break_it), break_it)
-    model.load_state_dict(trained.weights, strict=False)  # a tied head is in the file once
+    take_weights(trained, model)
     return model.to(device).eval()
