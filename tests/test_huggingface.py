@@ -3,6 +3,7 @@
 The models are transformers' own, small, with random weights so large that every part of them shows in the logits.
 """
 
+import base64
 import json
 import random
 import sys
@@ -14,7 +15,7 @@ import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
 from tiktoken_ext.openai_public import r50k_pat_str
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, processors
 
 import sample
 import train
@@ -40,6 +41,10 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MODELS = {
     "gpt2": SIZE,
     "gpt2 untied": SIZE | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "gelu",
@@ -49,6 +54,9 @@ MODELS = {
     "llama tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "mistral": LLAMA | {"sliding_window": 7},
     "qwen3": LLAMA,
+    "qwen3 without its window": LLAMA | {"use_sliding_window": True, "sliding_window": 7,
+                                         "layer_types": ["full_attention"] * 2},
+    "llama without its window": LLAMA | {"sliding_window": 7},
 }  # fmt: skip
 
 
@@ -126,6 +134,31 @@ STRANGE = {  # a configuration, and what the error must name
 def test_a_model_that_we_would_compute_otherwise_is_refused(name, make):
     kind, config, named = STRANGE[name]
     _, folder = make(kind, config)
+    with pytest.raises(ValueError, match=named) as error:
+        huggingface.load(str(folder))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_logits_are_compared_on_texts_that_go_beyond_the_window(make, monkeypatch):
+    """A window of 999 changes no text that compare() can afford."""
+    _, folder = make("mistral", LLAMA | {"sliding_window": 999})
+    found = huggingface.configuration
+    monkeypatch.setattr(huggingface, "configuration", lambda theirs: (found(theirs)[0], AttentionConfig()))
+    with pytest.raises(ValueError, match="logits differ"):
+        huggingface.load(str(folder))
+
+
+@pytest.mark.parametrize(("file", "change", "named"), [
+    ("config.json", {"intermediate_size": 81}, "down_proj"),
+    ("config.json", {"num_attention_heads": 3}, "heads"),
+    ("config.json", {"model_type": "x", "auto_map": {"AutoConfig": "code.X"}}, "code"),
+    ("tokenizer_config.json", {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": [None, "code.X"]}}, "code"),
+])  # fmt: skip
+def test_a_file_that_does_not_fit_is_one_line_and_code_beside_it_is_not_run(file, change, named, make, monkeypatch):
+    _, folder = make("llama", LLAMA)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    (folder / "code.py").write_text("raise SystemExit('it runs')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks
     with pytest.raises(ValueError, match=named) as error:
         huggingface.load(str(folder))
     assert len(str(error.value).splitlines()) == 1
@@ -247,11 +280,53 @@ def test_a_tokenizer_gives_the_same_ids_there_and_back(kind, bpe, transformers, 
     assert theirs.model_max_length == 48
 
 
-def test_the_token_that_ends_a_text_gets_our_name(begins):
-    content = json.loads(to_transformers(begins, V, 48).backend_tokenizer.to_str().replace(END_OF_TEXT, "</s>"))
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    theirs = huggingface.library().PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    assert to_tiktoken(theirs)._special_tokens == {END_OF_TEXT: V - 1, "<|begin|>": V}
+FAMILIES = {"GPT-2": "", "GPT-2, prefix": "cuts", "Llama 2": "byte-level", "Llama 3": "", "Mistral": "",
+            "Qwen 3": "NFC", "Qwen 3, no NFC, thinks": "<think>", "Qwen 3, no NFC": ""}  # fmt: skip
+
+
+@pytest.fixture
+def family(request, bpe, transformers, tmp_path):
+    """A tokenizer of the class that a family's models name, with the words of bpe."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    name, ranks = request.param, bpe._mergeable_ranks.items()
+    (tmp_path / "ranks").write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for token, i in ranks))
+    begin, end, cuts = ("<|begin|>", "<|end|>", LLAMA3) if name == "Llama 3" else ("<s>", "</s>", TEKKEN)
+    converter = TikTokenConverter(str(tmp_path / "ranks"), cuts, extra_special_tokens=[begin, end])
+    words = converter.extract_vocab_merges_from_model(converter.vocab_file)
+    match name.split(",")[0]:
+        case "Llama 2":
+            theirs = transformers.LlamaTokenizerFast()
+        case "GPT-2":
+            theirs = transformers.GPT2TokenizerFast(*words, add_prefix_space="prefix" in name)
+        case "Qwen 3":  # <|endoftext|> is there, but another token ends a text
+            theirs = transformers.Qwen2TokenizerFast(*words, eos_token="<|im_end|>")
+            theirs.add_tokens([AddedToken("<think>", special=False)] * ("thinks" in name))
+        case _:
+            made = converter.converted()
+            made.post_processor = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, V - 1)])
+            theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=begin, eos_token=end)
+    theirs.save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.backend_tokenizer.normalizer = None if "no NFC" in name else theirs.backend_tokenizer.normalizer
+    return theirs
+
+
+@pytest.mark.parametrize(("family", "refused"), FAMILIES.items(), indirect=["family"])
+def test_a_familys_own_tokenizer_comes_in_and_goes_out_or_is_refused_by_what_differs(family, refused, monkeypatch):
+    text, drawn = TEXT.replace(END_OF_TEXT, ""), []
+    monkeypatch.setattr(family, "decode", lambda ids: drawn.append(ids.tolist()) or "   ")  # luck does not find it
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            to_tiktoken(family)
+        return
+    ours, _ = to_tiktoken(family), to_tiktoken(family)
+    assert drawn[0] == drawn[1]  # the vocabulary's order is another one each time
+    ids, begin = family(text, add_special_tokens=False).input_ids, family("").input_ids or [family.eos_token_id]
+    assert (encode(ours, text).tolist(), ours.eot_token) == (ids, family.eos_token_id)
+    again = to_transformers(ours, begin[0], 48)
+    assert again(text).input_ids == begin + ids
+    assert (again.eos_token, again.added_tokens_encoder) == (family.eos_token, family.added_tokens_encoder)
 
 
 @pytest.mark.parametrize("kind", ["letters", "other cuts", "unigram", "endless"])
