@@ -182,8 +182,7 @@ def to_tiktoken(theirs: Any) -> tiktoken.Encoding:
     name there is in the Encoding's name. ValueError if the two cut TEXT or random tokens in different ways."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    added, end = theirs.added_tokens_decoder, theirs.eos_token
-    special = {str(token): i for i, token in added.items()}
+    special, end = {str(token): i for i, token in theirs.added_tokens_decoder.items()}, theirs.eos_token
     ordinary = {token: i for token, i in theirs.get_vocab().items() if token not in special}
     byte = {letter: b for b, letter in bytes_to_unicode().items()}
     if not (theirs.is_fast and byte.keys() <= ordinary.keys() and set("".join(ordinary)) <= byte.keys()):
@@ -193,13 +192,13 @@ def to_tiktoken(theirs: Any) -> tiktoken.Encoding:
     steps = json.loads(theirs.backend_tokenizer.to_str())
     if steps["normalizer"]:
         raise ValueError(f"its tokenizer changes texts before it cuts them: {json.dumps(steps['normalizer'])[:200]}")
-    if words := [str(token) for token in added.values() if not token.special]:
+    if words := [str(token) for token in theirs.added_tokens_decoder.values() if not token.special]:
         raise ValueError(f"its tokenizer looks for {', '.join(words)[:200]} in texts, and none here does")
     cut = steps["pre_tokenizer"] or {}
-    patterns = [step["pattern"].get("Regex") for step in cut.get("pretokenizers", [cut]) if step["type"] == "Split"]
+    patterns = [s["pattern"].get("Regex") for s in cut.get("pretokenizers", [cut]) if s.get("type") == "Split"]
+    pattern = next(filter(None, patterns), r50k_pat_str)
     special = {{END_OF_TEXT: end, end: END_OF_TEXT}.get(token, token): i for token, i in special.items()}
     ranks = {bytes(byte[letter] for letter in token): i for token, i in ordinary.items()}
-    pattern = patterns[0] if patterns else r50k_pat_str
     found = tiktoken.Encoding(f"bpe {end}", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     drawn = torch.randint(len(ranks), (3000,), generator=torch.Generator().manual_seed(0))
     text = TEXT + theirs.decode(torch.tensor(sorted(ranks.values()))[drawn]) + Path(__file__).read_text("utf-8") + TEXT
