@@ -3,6 +3,7 @@
 The models are transformers' own, small, with random weights so large that every part of them shows in the logits.
 """
 
+import base64
 import json
 import random
 import sys
@@ -12,9 +13,8 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
-from safetensors.torch import load_file, save_file
 from tiktoken_ext.openai_public import r50k_pat_str
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, processors
 
 import sample
 import train
@@ -40,6 +40,9 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"  # of Mistral's Tekken
+TEKKEN = r"[^\r\n\p{L}\p{N}]?%s|[^\r\n\p{L}\p{N}]?%s|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN %= WORD % ("*", "+"), WORD % ("+", "*")
 MODELS = {
     "gpt2": SIZE,
     "gpt2 untied": SIZE | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "gelu",
@@ -49,6 +52,9 @@ MODELS = {
     "llama tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "mistral": LLAMA | {"sliding_window": 7},
     "qwen3": LLAMA,
+    "qwen3 without its window": LLAMA | {"use_sliding_window": True, "sliding_window": 7,
+                                         "layer_types": ["full_attention"] * 2},
+    "llama without its window": LLAMA | {"sliding_window": 7},
 }  # fmt: skip
 
 
@@ -131,15 +137,35 @@ def test_a_model_that_we_would_compute_otherwise_is_refused(name, make):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_weights_that_are_missing_are_not_random_ones_and_pickles_are_not_read(make):
-    model, folder = make("gpt2", SIZE)
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    del weights["transformer.h.1.mlp.c_fc.bias"]
-    save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"h\.1\.mlp\.c_fc\.bias"):
+def test_logits_are_compared_on_texts_that_go_beyond_the_window(make, monkeypatch):
+    """A window of 999 changes no text that compare() can afford."""
+    _, folder = make("mistral", LLAMA | {"sliding_window": 999})
+    found = huggingface.configuration
+    monkeypatch.setattr(huggingface, "configuration", lambda theirs: (found(theirs)[0], AttentionConfig()))
+    with pytest.raises(ValueError, match="logits differ"):
         huggingface.load(str(folder))
-    file.unlink()
+
+
+@pytest.mark.parametrize(("file", "change", "named"), [
+    ("config.json", {"num_hidden_layers": 3}, r"layers\.2\.mlp"),  # whose weights would be random
+    ("config.json", {"intermediate_size": 81}, "down_proj"),
+    ("config.json", {"num_attention_heads": 3}, "heads"),
+    ("config.json", {"model_type": "x", "auto_map": {"AutoConfig": "code.X"}}, "code"),
+    ("tokenizer_config.json", {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": [None, "code.X"]}}, "code"),
+])  # fmt: skip
+def test_a_file_that_does_not_fit_is_one_line_and_code_beside_it_is_not_run(file, change, named, make, monkeypatch):
+    _, folder = make("llama", LLAMA)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    (folder / "code.py").write_text("raise SystemExit('it runs')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks
+    with pytest.raises(ValueError, match=named) as error:
+        huggingface.load(str(folder))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_pickles_are_not_read(make):
+    model, folder = make("gpt2", SIZE)
+    (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="safetensors"):
         huggingface.load(str(folder))
@@ -247,22 +273,54 @@ def test_a_tokenizer_gives_the_same_ids_there_and_back(kind, bpe, transformers, 
     assert theirs.model_max_length == 48
 
 
-def test_the_token_that_ends_a_text_gets_our_name(begins):
-    content = json.loads(to_transformers(begins, V, 48).backend_tokenizer.to_str().replace(END_OF_TEXT, "</s>"))
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    theirs = huggingface.library().PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    assert to_tiktoken(theirs)._special_tokens == {END_OF_TEXT: V - 1, "<|begin|>": V}
+def own_tokenizer(family: str, bpe: tiktoken.Encoding, folder: Path):
+    """Of the class that a family's models name, with the words of bpe."""
+    transformers, ranks = huggingface.library(), bpe._mergeable_ranks.items()
+    (folder / "ranks").write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for token, i in ranks))
+    begin, end, cuts = ("<|begin|>", "<|end|>", LLAMA3) if family == "Llama 3" else ("<s>", "</s>", TEKKEN)
+    converter = transformers.convert_slow_tokenizer.TikTokenConverter(str(folder / "ranks"), cuts, False, [begin, end])
+    words = converter.extract_vocab_merges_from_model(converter.vocab_file)
+    if family == "Llama 2":
+        return transformers.LlamaTokenizerFast()
+    if family.startswith("GPT-2"):
+        return transformers.GPT2TokenizerFast(*words, add_prefix_space="prefix" in family)
+    if family.startswith("Qwen 3"):  # <|endoftext|> is there, but another token ends a text
+        theirs = transformers.Qwen2TokenizerFast(*words, eos_token="<|im_end|>")
+        theirs.add_tokens([AddedToken("<think>", special=False)] * ("thinks" in family))
+        theirs.backend_tokenizer.normalizer = None if "no NFC" in family else theirs.backend_tokenizer.normalizer
+        return theirs
+    made = converter.converted()
+    made.post_processor = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, V - 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=begin, eos_token=end)
 
 
-@pytest.mark.parametrize("kind", ["letters", "other cuts", "unigram", "endless"])
+@pytest.mark.parametrize(("family", "refused"), [
+    ("GPT-2", ""), ("GPT-2, prefix", "cuts"), ("Llama 2", "byte-level"), ("Llama 3", ""), ("Mistral", ""),
+    ("Qwen 3", "NFC"), ("Qwen 3, no NFC, thinks", "<think>"), ("Qwen 3, no NFC", ""),
+])  # fmt: skip
+def test_a_familys_own_tokenizer_comes_in_and_goes_out_or_is_refused(family, refused, bpe, tmp_path, monkeypatch):
+    theirs, text, drawn = own_tokenizer(family, bpe, tmp_path), TEXT.replace(END_OF_TEXT, ""), []
+    monkeypatch.setattr(theirs, "decode", lambda ids: drawn.append(ids.tolist()) or "   ")  # luck does not find it
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            to_tiktoken(theirs)
+        return
+    ours, _ = to_tiktoken(theirs), to_tiktoken(theirs)
+    assert drawn[0] == drawn[1]  # the vocabulary's order is another one each time
+    ids, begin = theirs(text, add_special_tokens=False).input_ids, theirs("").input_ids or [theirs.eos_token_id]
+    assert (encode(ours, text).tolist(), ours.eot_token) == (ids, theirs.eos_token_id)
+    again = to_transformers(ours, begin[0], 48)
+    assert again(text).input_ids == begin + ids
+    assert (again.eos_token, again.added_tokens_encoder) == (theirs.eos_token, theirs.added_tokens_encoder)
+
+
+@pytest.mark.parametrize("kind", ["letters", "unigram", "endless"])
 def test_another_kind_of_tokenizer_is_refused(kind, bpe, transformers, make):
     _, folder = make("gpt2", SIZE)
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     if kind == "letters":  # its words are letters, not bytes
         content["model"]["vocab"]["\u4f60"] = content["model"]["vocab"].pop("a")
         content["model"]["merges"] = []
-    if kind == "other cuts":
-        content["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits", "individual_digits": True})
     if kind == "unigram":
         vocab = [[word, -1.0] for word in content["model"]["vocab"]]
         content["model"] = {"type": "Unigram", "unk_id": 0, "vocab": vocab}

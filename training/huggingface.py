@@ -17,6 +17,7 @@ from typing import Any
 
 import tiktoken
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -41,6 +42,9 @@ LLAMA = {"embedding": "embed_tokens", "attention_norm": "input_layernorm", "atte
          "mlp.gate": "mlp.gate_proj", "mlp.down": "mlp.down_proj", "norm": "norm"}  # fmt: skip
 # Keys of ours that do not change a trained model's logits.
 FREE = {"dropout_p", "recompute", "residual_dtype", "impl", "block_m", "block_n", "block_mask_size", "documents"}
+# What tokenizers cut in different ways: begin and end, spaces, case, digits, line ends, letters in two parts, scripts.
+TEXT = "The cat's DON'T  we'LL   7 12345 a1b22\n\n\tx  \r\n   \ny='' --- \u00a0z \u0663\u00bd\u00b2 e\u0301 aaaaaaa"
+TEXT += " \u0434\u0430\u3042\u4f60\u597d\uff0c \u0e44\u0e17\u0e22 \u0939\u093f \U0001f600\U0001f469\u200d\U0001f467  "
 
 
 def library() -> ModuleType:
@@ -63,22 +67,25 @@ def find_weights(named: str, runs: Path) -> Checkpoint:
 def load(name: str) -> Checkpoint:
     """A folder or a name of the hub, as a Checkpoint of step 0 with float32 weights. state["begin"] is the token with
     which a text begins. ValueError, one line, for what cannot be used."""
-    transformers = library()
+    transformers, no_code = library(), {"trust_remote_code": False}  # neither runs what a folder brings nor asks
     try:
-        model, attention = configuration(transformers.AutoConfig.from_pretrained(name))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, **no_code)
+        model, attention = configuration(config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **no_code)
         encoding = to_tiktoken(tokenizer)
         if encoding.n_vocab > (model.vocab_size or 0):
             raise ValueError(f"its tokenizer has {encoding.n_vocab} tokens, the model {model.vocab_size}")
-        options = {"dtype": torch.float32, "use_safetensors": True}  # older files are pickles, which can run code
-        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-        if lacks := sorted(info["missing_keys"]):  # which would be random
-            raise ValueError(f"it lacks {', '.join(lacks)}")
-        ours = GPT(model, replace(attention, impl="tiled"))
+        config.sliding_window = getattr(config, "sliding_window", None) and 8  # so that compare()'s text goes beyond it
+        options = no_code | {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # older files are pickles, which run code
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        if wrong := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):  # which would be random
+            raise ValueError(f"its weights do not fit its config.json: {', '.join(wrong)[:200]}")
+        ours = GPT(model, replace(attention, impl="tiled", window=attention.window and 8))
         weights = {name: weight.detach() for name, weight in ours.named_parameters()}
         copy(weights, theirs, to_ours=True)
         compare(ours, theirs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{name} cannot be used: {' '.join(str(error).split())}") from error
     begin = (tokenizer("").input_ids or [encoding.eot_token])[0]
     groups = {"model": asdict(model), "attention": asdict(attention), "break_it": asdict(BreakIt())}
@@ -120,7 +127,8 @@ def configuration(theirs: Any) -> tuple[GPTConfig, AttentionConfig]:
     model = GPTConfig(**found, **LLAMA_IS, rope_base=rope["rope_theta"], qk_norm=kind == "qwen3")
     if theirs.head_dim not in (None, model.head_size):
         raise ValueError(f"head_dim={theirs.head_dim} has no counterpart here; {model.head_size} has")
-    return model, AttentionConfig(window=getattr(theirs, "sliding_window", None))
+    sliding = kind == "mistral" or kinds == {"sliding_attention"}  # elsewhere transformers leaves sliding_window unread
+    return model, AttentionConfig(window=theirs.sliding_window if sliding else None)
 
 
 def their_config(model: GPTConfig, attention: AttentionConfig, **tokens: int) -> Any:
@@ -170,25 +178,30 @@ def compare(ours: GPT, theirs: Any) -> None:
 
 
 def to_tiktoken(theirs: Any) -> tiktoken.Encoding:
-    """A byte-level BPE tokenizer as an Encoding. ValueError if they cut a text of random tokens in different ways."""
+    """A byte-level BPE tokenizer as an Encoding. The token that ends a text is END_OF_TEXT, whatever they call it; its
+    name there is in the Encoding's name. ValueError if the two cut TEXT or random tokens in different ways."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    special = {str(token): i for i, token in theirs.added_tokens_decoder.items()}
+    special, end = {str(token): i for i, token in theirs.added_tokens_decoder.items()}, theirs.eos_token
     ordinary = {token: i for token, i in theirs.get_vocab().items() if token not in special}
     byte = {letter: b for b, letter in bytes_to_unicode().items()}
     if not (theirs.is_fast and byte.keys() <= ordinary.keys() and set("".join(ordinary)) <= byte.keys()):
         raise ValueError("its tokenizer is no byte-level BPE, as those of GPT-2 and Llama 3 are")
-    if theirs.eos_token not in special:
+    if end not in special:
         raise ValueError("its tokenizer has no special token that ends a text")
-    cut = json.loads(theirs.backend_tokenizer.to_str())["pre_tokenizer"] or {}
-    patterns = [step["pattern"].get("Regex") for step in cut.get("pretokenizers", [cut]) if step["type"] == "Split"]
-    if END_OF_TEXT not in special:  # our name of the token that ends a text
-        special = {END_OF_TEXT if token == theirs.eos_token else token: i for token, i in special.items()}
+    steps = json.loads(theirs.backend_tokenizer.to_str())
+    if steps["normalizer"]:
+        raise ValueError(f"its tokenizer changes texts before it cuts them: {json.dumps(steps['normalizer'])[:200]}")
+    if words := [str(token) for token in theirs.added_tokens_decoder.values() if not token.special]:
+        raise ValueError(f"its tokenizer looks for {', '.join(words)[:200]} in texts, and none here does")
+    cut = steps["pre_tokenizer"] or {}
+    patterns = [s["pattern"].get("Regex") for s in cut.get("pretokenizers", [cut]) if s.get("type") == "Split"]
+    pattern = next(filter(None, patterns), r50k_pat_str)
+    special = {{END_OF_TEXT: end, end: END_OF_TEXT}.get(token, token): i for token, i in special.items()}
     ranks = {bytes(byte[letter] for letter in token): i for token, i in ordinary.items()}
-    pattern = patterns[0] if patterns else r50k_pat_str
-    found = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    found = tiktoken.Encoding(f"bpe {end}", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     drawn = torch.randint(len(ranks), (3000,), generator=torch.Generator().manual_seed(0))
-    text = theirs.decode(torch.tensor([*ranks.values()])[drawn]) + Path(__file__).read_text(encoding="utf-8")
+    text = TEXT + theirs.decode(torch.tensor(sorted(ranks.values()))[drawn]) + Path(__file__).read_text("utf-8") + TEXT
     if theirs(text, add_special_tokens=False).input_ids != found.encode(text, disallowed_special=()):
         raise ValueError(f"its tokenizer cuts texts as none here does: {json.dumps(cut)[:200]}")
     return found
@@ -203,14 +216,16 @@ def to_transformers(encoding: tiktoken.Encoding, begin: int, context_length: int
     words = {token: "".join(letter[b] for b in token) for token in sorted(ranks, key=ranks.__getitem__)}
     pairs = [(token[:i], token[i:]) for token in words for i in range(1, len(token))]
     merges = [(words[a], words[b]) for a, b in pairs if a in words and b in words]
-    ids = {word: ranks[token] for token, word in words.items()} | encoding._special_tokens
+    end = encoding.name.partition(" ")[2] or END_OF_TEXT  # as to_tiktoken() found it
+    special = {{END_OF_TEXT: end, end: END_OF_TEXT}.get(t, t): i for t, i in encoding._special_tokens.items()}
+    ids = {word: ranks[token] for token, word in words.items()} | special
     made = Tokenizer(models.BPE(ids, merges, ignore_merges=True))  # a word that is a token is it, as in tiktoken
     pattern = encoding._pat_str.replace("(?s:.)", r"[\s\S]")  # tokenizer=byte's, as both regular expressions have it
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([*encoding._special_tokens])
-    first = encoding.decode([begin])
+    made.add_special_tokens([*special])
+    first = made.id_to_token(begin)
     made.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, begin)])
-    around = {"bos_token": first, "eos_token": END_OF_TEXT, "model_max_length": context_length}
+    around = {"bos_token": first, "eos_token": end, "model_max_length": context_length}
     return library().PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **around)
