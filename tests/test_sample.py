@@ -13,6 +13,7 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import sample
 from data.tokenizer import byte_encoding, to_json
@@ -188,6 +189,23 @@ def test_a_mistake_is_one_line(typed, call, run):
     ended = call(sample, f"runs={run.parent}", *typed.format(run=run).split())
     assert (ended.code, ended.out) == (1, "")
     assert len([line for line in ended.err.splitlines() if not line.startswith(str(run))]) == 1
+
+
+def test_weights_that_do_not_fit_the_model_are_one_line_for_every_use(call, run, tmp_path):
+    """A matrix that was missing, or had another name, was random."""
+    model = gpt()
+    path = keep(run, model)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights["lost"] = weights.pop("blocks.1.mlp.up.weight")
+    save_file(weights, path / "model.safetensors")
+    for typed in ("prompt=a", "context=true", f"export={tmp_path}/out"):
+        ended = call(sample, f"runs={run.parent}", typed)
+        assert (ended.code, ended.out) == (1, "")
+        assert "blocks.1.mlp.up.weight" in ended.err
+    state = path / "state.json"
+    state.write_text(state.read_text().replace('"n_layer"', '"n_layers"'))
+    ended = call(sample, f"runs={run.parent}")
+    assert (ended.code, "n_layers" in ended.err, "Traceback" in ended.err) == (1, True, False)
 
 
 def test_a_prompt_of_other_bytes_than_utf8_is_named(run):

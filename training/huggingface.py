@@ -25,7 +25,7 @@ from data.tokenizer import END_OF_TEXT, from_json, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from training.checkpoint import Checkpoint, find_checkpoint
+from training.checkpoint import Checkpoint, find_checkpoint, take_weights
 
 # Names, ours: theirs. First the configurations', then the modules', in a block or in the model.
 SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "vocab_size":
@@ -57,11 +57,11 @@ def library() -> ModuleType:
 
 
 def find_weights(named: str, runs: Path) -> Checkpoint:
-    """The weights that init_from= or checkpoint= names: hf:NAME of the hub, a folder that transformers wrote, or a run
-    or checkpoint of ours. ValueError, one line, if they cannot be used."""
+    """The weights that init_from= or checkpoint= names: hf:NAME of the hub, a folder that transformers wrote, a run's
+    best checkpoint, or a checkpoint of ours. ValueError, one line, if they cannot be used."""
     if named.startswith("hf:") or (Path(named) / "config.json").exists():
         return load(named.removeprefix("hf:"))
-    return find_checkpoint(named, runs)
+    return find_checkpoint(named, runs, best=True)
 
 
 def load(name: str) -> Checkpoint:
@@ -96,17 +96,20 @@ def load(name: str) -> Checkpoint:
 def export(trained: Checkpoint, folder: Path) -> str:
     """Writes weights, configuration and tokenizer into a new folder. Returns the name of transformers' class.
     ValueError, one line, for a model that transformers does not have, and if the folder exists."""
-    config, encoding = trained.state["config"], from_json(trained.tokenizer)
+    encoding = from_json(trained.tokenizer)
     if folder.exists():
         raise ValueError(f"export={folder} exists already: name a new folder")
     if trained.state["broken"]:
         raise ValueError(f"{trained.path} is broken ({trained.state['broken']}), and in transformers it would be whole")
-    model, attention = GPTConfig(**config["model"]), AttentionConfig(**config["attention"])
-    model.mlp_hidden = len(trained.weights["blocks.0.mlp.up.weight"])
+    model, attention = trained.options("model", GPTConfig), trained.options("attention", AttentionConfig)
+    ours = GPT(model, replace(attention, impl="tiled"))
+    weights = dict(ours.named_parameters())
+    model.mlp_hidden = len(weights["blocks.0.mlp.up.weight"])
     begin, end = trained.state.get("begin", encoding.eot_token), encoding.eot_token
     wanted = their_config(model, attention, bos_token_id=begin, eos_token_id=end)
+    take_weights(trained, ours)
     theirs = library().AutoModelForCausalLM.from_config(wanted, dtype=torch.float32)
-    copy(trained.weights, theirs, to_ours=False)
+    copy(weights, theirs, to_ours=False)
     theirs.save_pretrained(folder)
     to_transformers(encoding, begin, model.context_length).save_pretrained(folder)
     return type(theirs).__name__
