@@ -14,7 +14,6 @@ from datetime import timedelta
 from importlib import import_module
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 import train as script
@@ -59,10 +58,10 @@ def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: 
 
 def wait() -> None:
     """Rank 0 prepares for longer than collectives wait."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-    first = dist.get_rank() == 0
-    with Ranks(size=2, first=first).main_process_first():
-        time.sleep(2 * first)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
+    rank = torch.distributed.get_rank()
+    with Ranks(rank=rank, size=2, first=rank == 0).main_process_first():
+        time.sleep(2 - 2 * rank)
 
 
 def work(rank: int, size: int, port: int, call: str, arguments: list) -> None:

@@ -6,13 +6,14 @@ import signal
 import socket
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from tests.processes import HANGS
 from tests.runs import last, read_metrics, records
 from training import metrics
-from training.checkpoint import load_checkpoint
+from training.checkpoint import step_of
 from training.metrics import Metrics, WandbConfig
 
 STEP = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "ms": 12.0, "tokens_per_second": 5e4, "memory_gib": 0.5, "eta_s": 75}
@@ -88,29 +89,25 @@ def test_the_picture_is_drawn_at_the_end_and_before_only_within_its_share_of_the
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     run.draw_seconds = 2 * metrics.DRAWING
-    clock[0] += 1
-    run.draw()
-    assert not picture.exists()
-    clock[0] += 2
-    run.draw()
-    assert picture.exists()
+    for seconds, drawn in (1, False), (2, True):
+        clock[0] += seconds
+        run.draw()
+        assert picture.exists() == drawn
 
 
 @pytest.mark.slow
 def test_where_ctrl_c_ends_tee_first_the_run_saves_all_the_same(start, small, tmp_path):
     """In `python train.py | tee log` the terminal sends the signal to both."""
-    typed = ["steps=100000", "eval_every=100000", "checkpoint_every=100000", f"runs={tmp_path}", "name=x"]
-    process = start("train.py", *small, *typed)
+    process = start("train.py", *small, "steps=100000", "eval_every=100000", f"runs={tmp_path}", "name=x")
     next(line for line in process.stdout if line.startswith("step"))
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(HANGS) == 128 + signal.SIGINT
-    assert load_checkpoint(last(tmp_path / "x")).step == records(tmp_path / "x")[-1]["step"]
+    assert step_of(last(tmp_path / "x")) == records(tmp_path / "x")[-1]["step"]
 
 
 def test_a_full_disk_is_an_error_of_log_and_not_once_more_of_close(fake, tmp_path):
     wandb, run = fake(), begun(tmp_path, WandbConfig())
-    run.file.close()
     run.file = open("/dev/full", "a")  # noqa: SIM115 (close() closes it)
     with pytest.raises(OSError, match="No space left"):
         log_step(run, 1)
@@ -127,7 +124,8 @@ class Fake:
     """A wandb that remembers. fails: the modes in which init() raises."""
 
     def __init__(self, fails: tuple[str, ...] = ()):
-        self.fails, self.inits, self.logged, self.finished, self.torn = fails, [], [], [], 0
+        self.fails, self.inits, self.logged, self.finished = fails, [], [], []
+        self.define_metric, self.teardown = Mock(), Mock()
         self.Settings, self.setup, self.login = dict, dict, lambda **_: bool(os.environ["WANDB_API_KEY"])
 
     def init(self, mode, **arguments):
@@ -139,8 +137,6 @@ class Fake:
         self.id, self.dir = arguments["id"], f"{arguments['dir']}/wandb/offline-run-1/files"
         return self
 
-    def define_metric(self, *_, **__): ...
-
     def log(self, record):
         if "log" in self.fails:
             raise BrokenPipeError("gone")
@@ -150,9 +146,6 @@ class Fake:
         if "finish" in self.fails:
             raise ConnectionResetError("gone")
         self.finished.append(exit_code)
-
-    def teardown(self):
-        self.torn += 1
 
 
 @pytest.fixture
@@ -173,11 +166,8 @@ def begun(folder, config: WandbConfig, broken: str = "", resume_step: int = 0) -
     return run
 
 
-@pytest.mark.parametrize(("resume_step", "same"), [(2, True), (1, False), (0, False)])
-def test_wandb_gets_every_record_and_a_resumed_run_goes_on_there_unless_it_goes_back(
-    fake, tmp_path, capsys, resume_step, same
-):
-    """From step 1 wandb would have step 2 twice; from step 0 it is another run of the same name."""
+@pytest.mark.parametrize(("resume_step", "same"), [(2, True), (1, False), (0, False)])  # 0: of the same name
+def test_wandb_gets_every_record_and_a_resumed_run_goes_on_there_or_anew(fake, tmp_path, resume_step, same):
     wandb = fake()
     run = begun(tmp_path, WandbConfig())
     for step in (1, 2):
@@ -187,7 +177,6 @@ def test_wandb_gets_every_record_and_a_resumed_run_goes_on_there_unless_it_goes_
     (mode, first), (_, second) = wandb.inits
     assert mode == "online"
     assert (first["id"] == second["id"]) == same
-    assert ("wandb: a new run" not in capsys.readouterr().out) == same
     assert wandb.logged == [{"step": step, **STEP} for step in (1, 2)]
     assert wandb.finished == [3]
 
@@ -201,30 +190,20 @@ def test_tags_are_what_wandb_takes_and_a_broken_run_has_one_for_each_failure(fak
     assert wandb.inits[0][1]["tags"] == [("mine" * 20)[:64], "a", "b", *broken]
 
 
-WANDB = """import sys; from pathlib import Path; from training.metrics import Metrics, WandbConfig
-run = Metrics(Path(sys.argv[1]), 10); run.begin_wandb(WandbConfig(), {}); run.wandb and run.wandb.finish()
-print(run.wandb and (run.wandb.name, run.wandb.id, run.wandb.dir))"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "variables", "found"),
-    [(".netrc", {}, True), ("_netrc", {}, True), ("other", {"NETRC": "~/other"}, True),
-     ("other", {"WANDB_API_KEY": "a" * 40}, True), ("other", {}, False)],
-)  # fmt: skip
-def test_a_key_is_found_where_wandb_looks_for_it(file, variables, found, start, tmp_path):
+    [(".netrc", {}, True), ("_netrc", {}, True), ("other", {"NETRC": "~/other"}, True), ("other", {}, False)],
+)
+def test_wandb_itself_finds_the_key_and_its_variables_win(file, variables, found, start, tmp_path):
     (tmp_path / file).write_text(f"machine 127.0.0.1:9 login user password {'a' * 40}")
     variables |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    out, err = start("-c", WANDB, str(tmp_path), **variables).communicate(timeout=HANGS)
+    variables |= {"WANDB_NAME": "mine", "WANDB_RUN_ID": "id7", "WANDB_DIR": f"{tmp_path}/other_folder"}
+    code = "import sys, pathlib, training.metrics as m; run = m.Metrics(pathlib.Path(sys.argv[1]), 10);"
+    code += "run.begin_wandb(m.WandbConfig(), {}); print(run.wandb and [run.wandb.name, run.wandb.id]); run.close()"
+    out, err = start("-c", code, str(tmp_path), **variables).communicate(timeout=HANGS)
     assert ("cannot begin online" in out, "no API key" in out) == (found, not found), out + err
-
-
-def test_wandbs_variables_win_over_our_defaults(start, tmp_path):
-    environment = {"MODE": "dryrun", "NAME": "mine", "RUN_ID": "id7", "DIR": f"{tmp_path}/other"}
-    process = start("-c", WANDB, str(tmp_path), **{f"WANDB_{name}": x for name, x in environment.items()})
-    out, err = process.communicate(timeout=HANGS)
-    assert f"('mine', 'id7', '{tmp_path}/other/wandb/offline-run-" in out, err
-    assert "wandb sync" in out
+    assert (f"wandb sync {tmp_path}/other_folder/" in out, "['mine', 'id7']" in out) == (found, found), out
 
 
 @pytest.mark.parametrize(
@@ -248,7 +227,7 @@ def test_where_it_cannot_begin_online_it_begins_offline_and_says_so_in_a_line(fa
     wandb = fake("online")
     begun(tmp_path, WandbConfig())
     assert [mode for mode, _ in wandb.inits] == ["online", "offline"]
-    assert wandb.torn == 1
+    assert wandb.teardown.call_count == 2
     why, later = capsys.readouterr().out.splitlines()
     assert "no route to host and more" in why
     assert f"wandb sync {tmp_path}/wandb/offline-run-" in later

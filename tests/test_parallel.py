@@ -241,8 +241,7 @@ def test_what_the_ranks_cannot_share_is_refused(name):
 
 
 def test_a_sweep_of_several_processes_is_refused(monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ | {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2"})
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1,2"])
     with pytest.raises(SystemExit, match="sweep"):
         join(ParallelConfig(), "cpu")

@@ -154,18 +154,15 @@ class Metrics:
                ("WANDB_RUN_ID", "id", number), ("WANDB_RESUME", "resume", "allow")]  # fmt: skip
         arguments: dict[str, Any] = {name: value for variable, name, value in own if variable not in os.environ}
         arguments |= {"project": wanted.project, "tags": fitting(tags), "config": config}
-        try:
-            import wandb  # here, because it takes half a second
-        except Exception as error:  # whatever it is: not installed, or beside versions that it does not work with
-            self.say(f"wandb: cannot be imported, the run goes on without it ({error})")
-            return
         for attempt in dict.fromkeys(("online" if mode == "auto" else mode, "offline")):
             try:
+                import wandb  # here, because it takes half a second
+
+                wandb.teardown()  # ends the helper process of an earlier attempt or run, which still has its settings
                 if wanted.mode == "online":
                     wandb.setup(wandb.Settings(mode=attempt))  # or login() would obey WANDB_MODE
                 if attempt not in ("offline", "dryrun") and not wandb.login(prompt=False, verify=False):
-                    then = "disabled" if mode == "auto" else "offline"
-                    self.say(f"wandb: {then}, because there is no API key: `wandb login`, or wandb.mode=offline")
+                    self.say("wandb: not online, because there is no API key: `wandb login`, or wandb.mode=offline")
                     if mode == "auto":
                         return
                     continue
@@ -175,9 +172,8 @@ class Metrics:
                 later = f"offline; wandb sync {shlex.quote(str(Path(self.wandb.dir).parent))} sends this run later"
                 self.say(f"wandb: {later if self.wandb.offline else self.wandb.url}")
                 return
-            except Exception as error:  # whatever it is: no network, a wrong key, a dead helper process
+            except Exception as error:  # whatever it is: it cannot be imported, no network, a wrong key
                 self.say(f"wandb: cannot begin {attempt} ({' '.join(str(error).split())})")
-                wandb.teardown()  # ends the helper process, which still has the online run's settings
 
     def to_wandb(self, call: str, *arguments: Any, **options: Any) -> None:
         """A call of the wandb run. After an error the training goes on without wandb."""

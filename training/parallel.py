@@ -119,8 +119,8 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the body, then the others do: they read what it has written, or fail as it does. They wait for a
-        day, because it may download. Other collectives time out after half an hour."""
+        """Rank 0 runs the body, then the others do: they read what it has written, or fail as it does."""
+        # A download may take longer than the half hour after which a collective fails.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
         if not self.first:
             self.sum([0.0], group=group)  # a barrier on the host; dist.barrier() would be one on the GPUs
