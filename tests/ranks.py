@@ -1,6 +1,6 @@
 """Calls functions in several processes with torchrun's environment. torchrun itself would take seconds to start each.
 
-    python -m tests.ranks < jobs.json     a list of [processes, "train" or "gradients", arguments]
+    python -m tests.ranks < jobs.json     a list of [processes, "train", "gradients" or "wait", arguments]
 
 The processes are forked from one that has imported everything.
 """
@@ -9,6 +9,8 @@ import json
 import os
 import socket
 import sys
+import time
+from datetime import timedelta
 from importlib import import_module
 
 import torch
@@ -18,7 +20,7 @@ import train as script
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training.parallel import ParallelConfig, join, whole
+from training.parallel import ParallelConfig, Ranks, join, whole
 
 
 def train(*arguments: str) -> None:
@@ -54,11 +56,19 @@ def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: 
     ranks.leave()
 
 
+def wait() -> None:
+    """Rank 0 prepares for longer than collectives wait."""
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
+    rank = torch.distributed.get_rank()
+    with Ranks(rank=rank, size=2, first=rank == 0).main_process_first():
+        time.sleep(2 - 2 * rank)
+
+
 def work(rank: int, size: int, port: int, call: str, arguments: list) -> None:
     if size > 1:
         values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in (values | {"TORCHELASTIC_RUN_ID": "test"}).items()}
-    {"train": train, "gradients": gradients}[call](*arguments)
+    {"train": train, "gradients": gradients, "wait": wait}[call](*arguments)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 import math
 import os
+import signal
 import socket
 import sys
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from tests.processes import HANGS
-from tests.runs import read_metrics, records
+from tests.runs import last, read_metrics, records
 from training import metrics
+from training.checkpoint import step_of
 from training.metrics import Metrics, WandbConfig
 
 STEP = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "ms": 12.0, "tokens_per_second": 5e4, "memory_gib": 0.5, "eta_s": 75}
@@ -87,12 +89,32 @@ def test_the_picture_is_drawn_at_the_end_and_before_only_within_its_share_of_the
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     run.draw_seconds = 2 * metrics.DRAWING
-    clock[0] += 1
-    run.draw()
-    assert not picture.exists()
-    clock[0] += 2
-    run.draw()
-    assert picture.exists()
+    for seconds, drawn in (1, False), (2, True):
+        clock[0] += seconds
+        run.draw()
+        assert picture.exists() == drawn
+
+
+@pytest.mark.slow
+def test_where_ctrl_c_ends_tee_first_the_run_saves_all_the_same(start, small, tmp_path):
+    """In `python train.py | tee log` the terminal sends the signal to both."""
+    process = start("train.py", *small, "steps=100000", "eval_every=100000", f"runs={tmp_path}", "name=x")
+    next(line for line in process.stdout if line.startswith("step"))
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(HANGS) == 128 + signal.SIGINT
+    assert step_of(last(tmp_path / "x")) == records(tmp_path / "x")[-1]["step"]
+
+
+def test_a_full_disk_is_an_error_of_log_and_not_once_more_of_close(fake, tmp_path):
+    wandb, run = fake(), begun(tmp_path, WandbConfig())
+    run.file = open("/dev/full", "a")  # noqa: SIM115 (close() closes it)
+    with pytest.raises(OSError, match="No space left"):
+        log_step(run, 1)
+    run.close(1)
+    assert wandb.finished == [1]
+    (tmp_path / "loss.png").symlink_to("/dev/full")
+    Metrics(tmp_path, 100).close()
 
 
 # --- wandb -----------------------------------------------------------------------------------------------------------
@@ -102,18 +124,18 @@ class Fake:
     """A wandb that remembers. fails: the modes in which init() raises."""
 
     def __init__(self, fails: tuple[str, ...] = ()):
-        self.fails, self.inits, self.logged, self.finished, self.torn = fails, [], [], [], 0
-        self.Settings = SimpleNamespace
+        self.fails, self.inits, self.logged, self.finished = fails, [], [], []
+        self.define_metric, self.teardown = Mock(), Mock()
+        self.Settings, self.setup, self.login = dict, dict, lambda **_: bool(os.environ["WANDB_API_KEY"])
 
     def init(self, mode, **arguments):
         assert all(tag.strip() for tag in os.environ.get("WANDB_TAGS", "none").split(","))
         self.inits.append((mode, arguments))
         if mode in self.fails:
             raise RuntimeError("no route to host\nand more")
-        self.settings, self.url = SimpleNamespace(mode=mode), "https://wandb"
+        self.offline, self.url = mode in ("offline", "dryrun"), "https://wandb"
+        self.id, self.dir = arguments["id"], f"{arguments['dir']}/wandb/offline-run-1/files"
         return self
-
-    def define_metric(self, *_, **__): ...
 
     def log(self, record):
         if "log" in self.fails:
@@ -125,41 +147,38 @@ class Fake:
             raise ConnectionResetError("gone")
         self.finished.append(exit_code)
 
-    def teardown(self):
-        self.torn += 1
-
 
 @pytest.fixture
 def fake(monkeypatch):
     def fake(*fails: str, api_key: str = "key") -> Fake:
         made = Fake(fails)
-        monkeypatch.setitem(sys.modules, "wandb", made)
+        monkeypatch.setitem(sys.modules, "wandb", None if "import" in fails else made)  # None: an ImportError
         monkeypatch.setenv("WANDB_API_KEY", api_key)
-        monkeypatch.setattr(metrics, "netrc", lambda: SimpleNamespace(authenticators=lambda host: None))
         monkeypatch.delenv("WANDB_MODE", raising=False)
         return made
 
     return fake
 
 
-def begun(folder, config: WandbConfig, broken: str = "") -> Metrics:
-    run = Metrics(folder, 10, broken)
+def begun(folder, config: WandbConfig, broken: str = "", resume_step: int = 0) -> Metrics:
+    run = Metrics(folder, 10, broken, resume_step)
     run.begin_wandb(config, {"a": 1})
     return run
 
 
-def test_wandb_gets_every_record_and_a_resumed_run_goes_on_in_the_same_one(fake, tmp_path):
+@pytest.mark.parametrize(("resume_step", "same"), [(2, True), (1, False), (0, False)])  # 0: of the same name
+def test_wandb_gets_every_record_and_a_resumed_run_goes_on_there_or_anew(fake, tmp_path, resume_step, same):
     wandb = fake()
     run = begun(tmp_path, WandbConfig())
-    log_step(run, 1)
+    for step in (1, 2):
+        log_step(run, step)
     run.close(3)
-    begun(tmp_path, WandbConfig())
+    begun(tmp_path, WandbConfig(), resume_step=resume_step)
     (mode, first), (_, second) = wandb.inits
     assert mode == "online"
-    assert first["id"] == second["id"]
-    assert wandb.logged == [{"step": 1, **STEP}]
+    assert (first["id"] == second["id"]) == same
+    assert wandb.logged == [{"step": step, **STEP} for step in (1, 2)]
     assert wandb.finished == [3]
-    assert first["settings"].init_timeout == 5
 
 
 def test_tags_are_what_wandb_takes_and_a_broken_run_has_one_for_each_failure(fake, tmp_path, monkeypatch):
@@ -171,24 +190,27 @@ def test_tags_are_what_wandb_takes_and_a_broken_run_has_one_for_each_failure(fak
     assert wandb.inits[0][1]["tags"] == [("mine" * 20)[:64], "a", "b", *broken]
 
 
-@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com", "my.host"])
-def test_a_key_is_found_where_wandb_login_puts_it(host, tmp_path, monkeypatch):
-    """wandb 0.31 has moved to another host."""
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://my.host")
-    (tmp_path / ".netrc").write_text(f"machine {host} login user password {'a' * 40}")
-    (tmp_path / ".netrc").chmod(0o600)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert metrics.has_api_key()
-    (tmp_path / ".netrc").unlink()
-    assert not metrics.has_api_key()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "variables", "found"),
+    [(".netrc", {}, True), ("_netrc", {}, True), ("other", {"NETRC": "~/other"}, True), ("other", {}, False)],
+)
+def test_wandb_itself_finds_the_key_and_its_variables_win(file, variables, found, start, tmp_path):
+    (tmp_path / file).write_text(f"machine 127.0.0.1:9 login user password {'a' * 40}")
+    variables |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    variables |= {"WANDB_NAME": "mine", "WANDB_RUN_ID": "id7", "WANDB_DIR": f"{tmp_path}/other_folder"}
+    code = "import sys, pathlib, training.metrics as m; run = m.Metrics(pathlib.Path(sys.argv[1]), 10);"
+    code += "run.begin_wandb(m.WandbConfig(), {}); print(run.wandb and [run.wandb.name, run.wandb.id]); run.close()"
+    out, err = start("-c", code, str(tmp_path), **variables).communicate(timeout=HANGS)
+    assert ("cannot begin online" in out, "no API key" in out) == (found, not found), out + err
+    assert (f"wandb sync {tmp_path}/other_folder/" in out, "['mine', 'id7']" in out) == (found, found), out
 
 
 @pytest.mark.parametrize(
     ("mode", "environment", "api_key", "begins"),
     [("auto", None, "key", ["online"]), ("auto", None, "", []), ("auto", "offline", "", ["offline"]),
      ("auto", "disabled", "key", []), ("offline", None, "", ["offline"]), ("disabled", "online", "key", []),
-     ("online", None, "", ["offline"])],
+     ("online", None, "", ["offline"]), ("auto", "dryrun", "", ["dryrun"])],
 )  # fmt: skip
 def test_the_mode_is_the_configurations_else_the_environments_else_by_the_key(
     fake, tmp_path, monkeypatch, capsys, mode, environment, api_key, begins
@@ -205,13 +227,13 @@ def test_where_it_cannot_begin_online_it_begins_offline_and_says_so_in_a_line(fa
     wandb = fake("online")
     begun(tmp_path, WandbConfig())
     assert [mode for mode, _ in wandb.inits] == ["online", "offline"]
-    assert wandb.torn == 1
+    assert wandb.teardown.call_count == 2
     why, later = capsys.readouterr().out.splitlines()
     assert "no route to host and more" in why
-    assert f"wandb sync {tmp_path}/wandb" in later
+    assert f"wandb sync {tmp_path}/wandb/offline-run-" in later
 
 
-@pytest.mark.parametrize("fails", [("online", "offline"), ("log",), ("finish",)])
+@pytest.mark.parametrize("fails", [("online", "offline"), ("log",), ("finish",), ("import",)])
 def test_a_wandb_that_fails_costs_a_line_and_not_the_run(fake, tmp_path, capsys, fails):
     fake(*fails)
     run = begun(tmp_path, WandbConfig())

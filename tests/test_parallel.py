@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from model.attention import AttentionConfig
+from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.runs import last, read_metrics, records
 from training.checkpoint import load_checkpoint
@@ -224,6 +225,7 @@ REFUSED = {  # ParallelConfig, GPTConfig, AttentionConfig
     "63 tokens": ({"context": 2}, {"context_length": 63}, {}),
     "alibi": ({"context": 2}, {}, {"alibi": True}),
     "fp16": ({"shard": True}, {}, {}),
+    "break_it": ({"context": 2}, {}, {}),
     "probe.every": ({}, {}, {}),
 }
 
@@ -232,10 +234,22 @@ REFUSED = {  # ParallelConfig, GPTConfig, AttentionConfig
 def test_what_the_ranks_cannot_share_is_refused(name):
     parallel, model, attention = REFUSED[name]
     model = GPTConfig(**model)
-    probe = SimpleNamespace(every=5)
-    cfg = SimpleNamespace(model=model, dtype="fp16", probe=probe, length=lambda step: model.context_length)
+    keys = {"dtype": "fp16", "probe": SimpleNamespace(every=5), "break_it": BreakIt(["no_max"])}
+    cfg = SimpleNamespace(model=model, length=lambda step: model.context_length, **keys)
     with pytest.raises(ValueError, match=name):
         Ranks(size=2, config=ParallelConfig(**parallel)).check(cfg, AttentionConfig(**attention))
+
+
+def test_a_sweep_of_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2"})
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1,2"])
+    with pytest.raises(SystemExit, match="sweep"):
+        join(ParallelConfig(), "cpu")
+
+
+@pytest.mark.slow
+def test_ranks_wait_longer_for_the_first_ones_preparation_than_for_a_collective():
+    run_all([[2, "wait", []]])
 
 
 @pytest.mark.parametrize("options", [{"shard": True}, {"context": 2}])

@@ -9,21 +9,24 @@ import json
 import math
 import os
 import shlex
+import sys
 import time
 from dataclasses import dataclass
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from conf.keys import check, key
 
 DRAWING = 0.02  # share of a run's time that may go into loss.png; a GPU waits for each picture
+# What wandb does if its environment variables do not say otherwise. With error reporting wandb 0.31 sends its own
+# telemetry at exit, and waits ten seconds for a host that does not answer.
+WANDB = {"WANDB_PROJECT": "tilegpt", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_INIT_TIMEOUT": "5",
+         "WANDB_FINISH_TIMEOUT": "7", "WANDB_ERROR_REPORTING": "false"}  # fmt: skip
 
 
 @dataclass
 class WandbConfig:
-    """wandb's own environment variables hold too: WANDB_API_KEY, WANDB_MODE, WANDB_PROJECT, ..."""
+    """wandb's own environment variables hold too: WANDB_API_KEY, WANDB_MODE, WANDB_NAME, ..."""
 
     mode: str = key("auto", among="auto (online if there is an API key, else disabled) | online | offline | disabled")
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else tilegpt")
@@ -44,6 +47,7 @@ class Metrics:
         self.folder, self.total_steps, self.broken, self.writes = folder, total_steps, broken, writes
         self.stamp = f"BROKEN[{broken}] " if broken else ""
         self.wandb: Any = None
+        self.wandb_id = folder / "wandb_id.txt"  # a resumed run continues its wandb run
         self.drawn_at, self.draw_seconds = time.perf_counter(), 1.0  # a guess: the first picture comes after 50 s
         self.curves: dict[str, list[tuple[int, float]]] = {"loss": [], "val_loss": []}
         if writes:
@@ -51,13 +55,16 @@ class Metrics:
         self.file = open(folder / "metrics.jsonl" if writes else os.devnull, "a")  # noqa: SIM115 (until close)
 
     def forget_after(self, step: int) -> None:
-        """Keeps the records and samples up to a step."""
+        """Keeps the records and samples up to a step. wandb cannot forget: it gets a new run if any are dropped."""
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}\n")]  # a kill may have cut the last one short
-        records = [record for record in records if record["step"] <= step]
-        replace(path, "".join(json.dumps(record) + "\n" for record in records))
-        for record in records:
+        kept = [record for record in records if record["step"] <= step]
+        if (step == 0 or len(kept) < len(records)) and self.wandb_id.exists():
+            self.wandb_id.unlink()
+            self.say(f"wandb: a new run, because the steps after {step} are made again")
+        replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+        for record in kept:
             self.note(record)
         if samples.exists():
             parts = samples.read_text(encoding="utf-8").split("=====\n")[1:]
@@ -101,7 +108,10 @@ class Metrics:
         )
 
     def say(self, text: str) -> None:
-        print(self.stamp + text, flush=True)
+        try:
+            print(self.stamp + text, flush=True)
+        except OSError:  # as in `| tee log`, where Ctrl-C ends tee first: the run goes on, and saves
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def sample(self, step: int, text: str) -> None:
         """Adds a text to samples.txt."""
@@ -132,38 +142,39 @@ class Metrics:
         """Begins a wandb run; offline if it cannot begin online within 5 s. wandb never stops a training. It holds it
         up for ten seconds at most, here and in close()."""
         mode = os.environ.get("WANDB_MODE", "auto") if wanted.mode == "auto" else wanted.mode
-        if mode in ("auto", "online") and not has_api_key():  # wandb would ask for one and wait
-            mode = "disabled" if mode == "auto" else "offline"
-            self.say(f"wandb: {mode}, because there is no API key: `wandb login`, or wandb.mode=offline")
         if not self.writes or mode == "disabled":
             return
-        # At exit wandb 0.31 sends its own telemetry, and waits ten seconds for a host that does not answer.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # here, because it takes half a second
-
-        id_file = self.folder / "wandb_id.txt"  # a resumed run continues its wandb run
-        if not id_file.exists():
-            id_file.write_text(os.urandom(4).hex())
-        project = wanted.project or os.environ.get("WANDB_PROJECT", "tilegpt")
+        for name, value in WANDB.items():
+            os.environ.setdefault(name, value)
         # For one tag that is empty or longer than 64 characters, in WANDB_TAGS too, wandb refuses the whole run.
         if named := fitting(os.environ.pop("WANDB_TAGS", "").split(",")):
             os.environ["WANDB_TAGS"] = ",".join(named)  # for the next run of a sweep
         tags = [*wanted.tags, *named, *(f"broken:{failure}" for failure in self.broken.split("+") if failure)]
-        settings = wandb.Settings(silent=True, console="off", init_timeout=5, finish_timeout=7)
-        arguments: dict[str, Any] = {"project": project, "name": self.folder.name, "dir": self.folder,
-            "tags": fitting(tags), "config": config, "id": id_file.read_text(), "resume": "allow",
-            "settings": settings}  # fmt: skip
-        for attempt in ("offline",) if mode == "offline" else ("online", "offline"):
+        number = self.wandb_id.read_text() if self.wandb_id.exists() else os.urandom(4).hex()
+        own = [("WANDB_NAME", "name", self.folder.name), ("WANDB_DIR", "dir", self.folder),
+               ("WANDB_RUN_ID", "id", number), ("WANDB_RESUME", "resume", "allow")]  # fmt: skip
+        arguments: dict[str, Any] = {name: value for variable, name, value in own if variable not in os.environ}
+        arguments |= {"project": wanted.project, "tags": fitting(tags), "config": config}
+        for attempt in dict.fromkeys(("online" if mode == "auto" else mode, "offline")):
             try:
+                import wandb  # here, because it takes half a second
+
+                wandb.teardown()  # ends the helper process of an earlier attempt or run, which still has its settings
+                if wanted.mode == "online":
+                    wandb.setup(wandb.Settings(mode=attempt))  # or login() would obey WANDB_MODE
+                if attempt not in ("offline", "dryrun") and not wandb.login(prompt=False, verify=False):
+                    self.say("wandb: not online, because there is no API key: `wandb login`, or wandb.mode=offline")
+                    if mode == "auto":
+                        return
+                    continue
                 self.wandb = wandb.init(mode=attempt, **arguments)
                 self.wandb.define_metric("*", step_metric="step")  # wandb's own step counts calls
-                break
-            except Exception as error:  # whatever it is: no network, a wrong key, a dead helper process
+                self.wandb_id.write_text(self.wandb.id)
+                later = f"offline; wandb sync {shlex.quote(str(Path(self.wandb.dir).parent))} sends this run later"
+                self.say(f"wandb: {later if self.wandb.offline else self.wandb.url}")
+                return
+            except Exception as error:  # whatever it is: it cannot be imported, no network, a wrong key
                 self.say(f"wandb: cannot begin {attempt} ({' '.join(str(error).split())})")
-                wandb.teardown()  # ends the helper process, which still has the online run's settings
-        if self.wandb is not None:
-            later = f"offline; wandb sync {shlex.quote(str(self.folder))}/wandb/offline-run-* sends this run later"
-            self.say(f"wandb: {later if self.wandb.settings.mode == 'offline' else self.wandb.url}")
 
     def to_wandb(self, call: str, *arguments: Any, **options: Any) -> None:
         """A call of the wandb run. After an error the training goes on without wandb."""
@@ -175,23 +186,17 @@ class Metrics:
             self.wandb = None
 
     def close(self, exit_code: int = 0) -> None:
-        self.file.close()
-        self.draw(last=True)
+        try:
+            self.file.close()
+            self.draw(last=True)
+        except OSError as error:  # of a full disk, which may have ended the run
+            self.say(f"no loss.png ({error})")
         self.to_wandb("finish", exit_code=exit_code)
 
 
 def fitting(tags: list[str]) -> list[str]:
     """The tags as wandb takes them."""
     return [tag.strip()[:64] for tag in tags if tag.strip()]
-
-
-def has_api_key() -> bool:
-    """Whether wandb would find an API key: in WANDB_API_KEY or where `wandb login` puts it."""
-    hosts = ("api.wandb.ai", "api.forge.coreweave.com", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc)
-    try:
-        return bool(os.environ.get("WANDB_API_KEY") or any(map(netrc().authenticators, hosts)))
-    except (OSError, NetrcParseError):
-        return False
 
 
 def replace(path: Path, text: str) -> None:

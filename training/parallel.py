@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class Ranks:
             raise ValueError(f"parallel.context={N} has to divide {sizes}: use another parallel.context")
         if N > 1 and attention.alibi:
             raise ValueError(f"parallel.context={N} has no attention.alibi: use model.position=rope")
+        if N > 1 and cfg.break_it.broken:  # the check whether the failure acts takes a whole sequence on each GPU
+            raise ValueError(f"parallel.context={N} has no break_it: break a run without parallel.context")
         if self.config.shard and cfg.dtype == "fp16":
             raise ValueError("parallel.shard=true has no dtype=fp16: use bf16 or float32")
         if self.size > 1 and cfg.probe.every:
@@ -102,11 +105,11 @@ class Ranks:
         vector_to_parameters(flat, gradients)  # makes them views of it
         return flat[-1]
 
-    def sum(self, numbers: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
+    def sum(self, numbers: list[float], op: Any = dist.ReduceOp.SUM, group: Any = None) -> list[float]:
         """The sums over the ranks, on the host."""
         total = torch.tensor(numbers, dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(total, op)
+            dist.all_reduce(total, op, group)
         return total.tolist()
 
     def agree(self, signal: int, seconds: float) -> tuple[int, float]:
@@ -117,13 +120,15 @@ class Ranks:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Rank 0 runs the body, then the others do: they read what it has written, or fail as it does."""
+        # A download may take longer than the half hour after which a collective fails.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
         if not self.first:
-            self.sum([0.0])  # a barrier on the host; dist.barrier() would be one on the GPUs
+            self.sum([0.0], group=group)  # a barrier on the host; dist.barrier() would be one on the GPUs
         try:
             yield
         finally:
             if self.first:
-                self.sum([0.0])
+                self.sum([0.0], group=group)
 
     def shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, and whether each counts. The others are dummy forwards, because FSDP gathers weights on
@@ -194,6 +199,8 @@ def join(config: ParallelConfig, device: str) -> Ranks:
         raise ValueError(f"{name} with {size} processes: start them with torchrun --nproc-per-node {least} train.py")
     if size == 1:
         return Ranks(device)
+    if {"-m", "--multirun"} & {*sys.argv}:  # for a second job torchrun's store has the first one's addresses
+        sys.exit(f"train: a sweep (-m) with {size} processes: start each of its runs with a torchrun of its own")
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     gpus = torch.cuda.device_count()
     device = ("cuda" if gpus else "cpu") if device == "auto" else device
