@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -135,7 +136,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
     except (ValueError, OSError, SafetensorError) as error:  # a user's mistake, or a full disk
         if run and isinstance(error, ValueError):
             raise
-        why = str(error)
+        why = f"{error}; what was saved is in {run.metrics.folder}" if run else str(error)
     finally:
         if run:
             run.metrics.close(code)
@@ -222,7 +223,9 @@ def introduce(run: Run, source: Path | None) -> None:
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
     lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
-    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to {end}")
+    before = run.metrics.lr or lr
+    rate = f"{lr:.2e}" if math.isclose(lr, before, rel_tol=0.05) else f"{lr:.2e} where it was {before:.2e}"
+    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {rate}) to {end}")
 
 
 # --- the loop
@@ -231,7 +234,8 @@ def on_signal(number: int, frame) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     SIGNALS.append(number)
-    os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")  # print() may be busy
+    with suppress(OSError):  # of `2>&1 | tee log`, where Ctrl-C ends tee first. print() may be busy
+        os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")
 
 
 def train(run: Run) -> int:

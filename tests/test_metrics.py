@@ -100,7 +100,7 @@ def test_where_ctrl_c_ends_tee_first_the_run_saves_all_the_same(start, small, tm
     """In `python train.py | tee log` the terminal sends the signal to both."""
     process = start("train.py", *small, "steps=100000", "eval_every=100000", f"runs={tmp_path}", "name=x")
     next(line for line in process.stdout if line.startswith("step"))
-    process.stdout.close()
+    process.stdout.close(), process.stderr.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(HANGS) == 128 + signal.SIGINT
     assert step_of(last(tmp_path / "x")) == records(tmp_path / "x")[-1]["step"]

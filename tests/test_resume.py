@@ -195,7 +195,7 @@ def test_a_resumed_run_goes_on_with_its_minutes_and_says_where_it_is_and_what_it
     state = last(tmp_path / "x") / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 180.0}))
     first = small_run("resume=auto steps=4 max_minutes=7").out.splitlines()[:6]
-    assert any(all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate")) for line in first), first
+    assert any(all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate", "where it was")) for line in first), first
     assert records(tmp_path / "x", "val_loss")[-1]["seconds"] > 180
 
 

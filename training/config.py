@@ -320,5 +320,6 @@ def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> 
     cfg.tokens_per_step = cfg.tokens_per_step or micro_batch
     if cfg.tokens_per_step % micro_batch:
         product = "batch_size * model.context_length" + (f" * {data_size} processes" if data_size > 1 else "")
-        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {micro_batch}, which is {product}")
+        wrong = f"tokens_per_step={cfg.tokens_per_step} is no multiple of {micro_batch}, which is {product}"
+        raise ValueError(f"{wrong}: use a smaller batch_size or another tokens_per_step")
     return cfg.tokens_per_step

@@ -50,6 +50,7 @@ class Metrics:
         self.wandb_id = folder / "wandb_id.txt"  # a resumed run continues its wandb run
         self.drawn_at, self.draw_seconds = time.perf_counter(), 1.0  # a guess: the first picture comes after 50 s
         self.curves: dict[str, list[tuple[int, float]]] = {"loss": [], "val_loss": []}
+        self.lr: float | None = None  # of the last step
         if writes:
             self.forget_after(resume_step)
         self.file = open(folder / "metrics.jsonl" if writes else os.devnull, "a")  # noqa: SIM115 (until close)
@@ -76,6 +77,7 @@ class Metrics:
         return min(((loss, step) for step, loss in self.curves["val_loss"] if loss == loss), default=(math.inf, 0))
 
     def note(self, record: dict) -> None:
+        self.lr = record.get("lr", self.lr)
         for name, curve in self.curves.items():
             if name in record:
                 curve.append((record["step"], record[name]))
