@@ -11,6 +11,7 @@ import numpy as np
 from tiktoken import Encoding
 
 from data.prepare import HEADER, MAGIC, DataConfig, files_of, prepare
+from data.text import FIRST
 from data.tokenizer import TokenizerConfig, build, from_json, token_bytes
 
 FOR_VALIDATION = {"val", "valid", "validation", "dev", "test"}  # words in a shard's name
@@ -67,13 +68,16 @@ def open_data(
 
 
 def read_tokens(path: Path) -> np.ndarray:
-    """The tokens of a file, memory-mapped: uint16 or uint32 (N,). ValueError if it is no token file."""
-    magic = tuple(np.fromfile(path, "<i4", 2).tolist())
-    if magic not in MAGIC:
+    """The tokens of a file, memory-mapped: uint16 or uint32 (N,). ValueError if it is no token file, or only a part."""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if (magic := tuple(header[:2])) not in MAGIC:
         raise ValueError(f"{path} is no token file (it begins with {magic}): make it again")
     dtype = MAGIC[magic]
     # The header is mapped, too, because mapping a file without tokens would be an error.
-    return np.memmap(path, dtype, "r", shape=path.stat().st_size // dtype.itemsize)[HEADER // dtype.itemsize :]
+    tokens = np.memmap(path, dtype, "r", shape=path.stat().st_size // dtype.itemsize)[HEADER // dtype.itemsize :]
+    if sum(header[2:]) > len(tokens):  # it ends at 2**31 - 1, a file need not
+        raise ValueError(f"{path} was cut short: it has {len(tokens):,} tokens of {header[2]:,}; copy it again")
+    return tokens
 
 
 def open_shards(files: list[Path], encoding: Encoding) -> Dataset:
@@ -93,7 +97,8 @@ def open_shards(files: list[Path], encoding: Encoding) -> Dataset:
             way_out = "name the tokenizer that it was made with, or put its tokenizer.json beside it"
             raise ValueError(f"{file} has token {largest}, {encoding.name} has {encoding.n_vocab}: {way_out}")
     train, val = (Shards([tokens[file] for file in some]) for some in (for_train, for_val))
-    print(f"data: {len(train):,} training tokens, {len(val):,} for validation (in {for_val[0].name})", file=sys.stderr)
+    if FIRST:
+        print(f"data: {len(train):,} training and {len(val):,} validation tokens ({for_val[0].name})", file=sys.stderr)
     # A part may begin in the middle of a document. That document then has number 0.
     documents = (np.union1d([0], part.find(encoding.eot_token)) for part in (train, val))
     return Dataset(files[0].parent, encoding, token_bytes(encoding), train, val, *documents)

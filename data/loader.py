@@ -91,7 +91,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after `state`. ValueError if it is of another text, context length or seed."""
         if state["text"] != self.text:
-            way_out = "leave out data= and tokenizer=, or begin a new run with its weights by init_from="
+            way_out = "leave out data= and tokenizer=, put the text back, or begin a new run with init_from="
             raise ValueError(f"the checkpoint was trained on another text, or on this one before an edit: {way_out}")
         for name in ("context_length", "seed"):
             if state[name] != getattr(self, name):
@@ -101,19 +101,15 @@ class Loader:
 
 def validation_batches(
     tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int,
-    with_documents: bool = True, overlap: bool = False,
+    with_documents: bool = True, stride: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
-    """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same. overlap:
-    they overlap if the text has fewer than max_tokens; false: there are fewer then. ValueError if the text is shorter
-    than one window."""
+    """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same; fewer if
+    the text is short. They begin at multiples of the stride (0: context_length, so that none overlap). ValueError if
+    the text is shorter than one window."""
     check_length(tokens, context_length, "validation")
-    windows = (len(tokens) - 1) // context_length
-    wanted = max(1, max_tokens // context_length)
-    taken = min(wanted, len(tokens) - context_length if overlap else windows)
-    if taken > windows:
-        starts = np.arange(taken) * (len(tokens) - 1 - context_length) // (taken - 1)
-    else:
-        starts = np.arange(taken) * windows // taken * context_length
+    windows = (len(tokens) - 1 - context_length) // (stride or context_length) + 1
+    taken = min(windows, max(1, max_tokens // context_length))
+    starts = np.arange(taken) * windows // taken * (stride or context_length)
     parts = np.split(starts, range(batch_size, taken, batch_size))
     # A generator instead of yield, so that the check above runs now and not at the first batch.
     return (make_batch(tokens, documents if with_documents else None, part.tolist(), context_length) for part in parts)

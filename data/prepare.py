@@ -12,6 +12,7 @@ A folder is written aside and renamed when it is complete; a start only opens it
 
 import hashlib
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -25,9 +26,9 @@ from tiktoken import Encoding
 
 from conf.keys import check, key
 from data import download, made, text
-from data.tokenizer import END_OF_TEXT, TokenizerConfig, build, encode_all, to_json
+from data.tokenizer import TokenizerConfig, build, encode_all, to_json
 
-FORMAT = 4  # increase it if the same text gives other files
+FORMAT = 5  # increase it if the same text gives other files
 LEARN = 1 << 28  # characters that bpe learns from; more change few merges, and rustbpe's counts need memory
 NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # of Python's folders
 SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
@@ -69,7 +70,9 @@ def prepare(
     length = context_length if data.source in made.SHORTEST else None
     if length and (kept.name if kept else tokenizer.kind) != "byte":
         raise ValueError(f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte")
-    files = files_of(data, runs)
+    every = files_of(data, runs)
+    of_folder = data.source == "text" and Path(data.path or "").expanduser().is_dir()
+    files = [file for file in every if text.is_text(file)] if of_folder else every
     label = f"{tokenizer.kind}{tokenizer.vocab_size or ''}"  # byte, bpe, bpe4096
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     named = [to_json(kept) if kept else label, data.source, data.field, data.val_fraction, length]
@@ -80,7 +83,9 @@ def prepare(
         with FileLock(folder.parent / ".lock"):  # one process makes the folder, the others wait
             if not folder.exists():
                 make(folder, *read(data, files, length), data.val_fraction, kept or tokenizer)
-    print(f"data: {(folder / 'about').read_text(encoding='utf-8')}", file=sys.stderr)
+    note = f"; left out: {len(every) - len(files):,} (binary files, data files like .csv, links to folders)"
+    if text.FIRST:
+        print(f"data: {(folder / 'about').read_text(encoding='utf-8')}{note * (files != every)}", file=sys.stderr)
     return folder
 
 
@@ -119,11 +124,12 @@ def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[
             texts |= dict.fromkeys(text.read(file, data.field))
         except ValueError as error:
             refused.append(str(error))
-    if data.source == "hub":  # TinyStories and others separate the documents of a file so
-        texts = dict.fromkeys(part.strip() for whole in texts for part in whole.split(END_OF_TEXT))
+    if data.source == "hub" and text.suffix(files[0]) != ".jsonl":  # TinyStories and others separate documents so
+        line = r"(?m)^<\|endoftext\|>\r?$"
+        texts = dict.fromkeys(part.strip("\r\n") for whole in texts for part in re.split(line, whole))
     texts.pop("", None)
     if not texts:
-        raise ValueError(refused[0] if refused else f"data.path={data.path} is empty: name files with text")
+        raise ValueError(refused[0] if refused else f"data.path={data.path} has no text: name files, or FOLDER/*.csv")
     note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
     return [*texts], note
 

@@ -8,46 +8,39 @@ import os
 import sys
 import zlib
 from collections.abc import Container, Iterable, Iterator
-from itertools import takewhile
+from contextlib import suppress
 from pathlib import Path
 
-# Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder; a glob
-# reads them.
-TEXT_SUFFIXES = {
-    *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".html", ".jsonl"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".swift", ".go", ".rs"),
-    *(".js", ".ts", ".lua", ".rb", ".pl", ".r", ".jl", ".hs", ".ml", ".sh", ".sql"),
-}
+FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it reads standard input, and says what there is
+# Text too, but seldom what people want from a folder; a glob reads it.
+DATA_SUFFIXES = {".csv", ".tsv", ".json", ".xml", ".svg", ".lock", ".log", ".map", ".ipynb", ".pdf"}
 
 
 def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
-    """The files that data.path names, sorted: a file, a folder's texts, or all files that a glob matches. Leaves out
-    hidden files and folders, and the folders `never` (runs= and data.cache=) unless `path` names something inside
-    them. ValueError if nothing is left."""
+    """The files that data.path names, sorted: a file, all that is in a folder, or the files that a glob matches. What
+    exists is a path, also with a [ in its name; the rest is a pattern. Leaves out hidden files and folders, and the
+    folders `never` (runs= and data.cache=) unless `path` names something inside them. ValueError if nothing is left."""
     named = Path(path).expanduser()
     if named.is_file():
         return [named]
-    parts = [*takewhile(lambda part: not set(part) & set("*?["), named.parts)]
-    root, folder = Path(*parts).resolve(), len(parts) == len(named.parts)
-    if not root.is_dir():
-        raise ValueError(f"data.path={path} is no file or folder (seen from {Path.cwd()}); data.path=- reads a pipe")
+    there = next(folder for folder in (named, *named.parents) if folder.is_dir())
+    root = there.resolve()
     skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
-    matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
+    matches = walk(root) if there == named else filter(Path.is_file, root.glob(str(named.relative_to(there))))
     shown = (file for file in matches if not any(part.startswith(".") for part in file.relative_to(root).parts))
-    files = (file for file in shown if file.is_file() and skipped.isdisjoint(file.parents))
-    found = sorted(file for file in files if not folder or suffix(file) in TEXT_SUFFIXES)
+    found = sorted(file for file in shown if skipped.isdisjoint(file.parents))
     if not found:
-        why = "hidden files, runs= and data.cache= do not count" + (", nor data files like .csv" if folder else "")
-        what = "has no text" if folder else "matches no file"
-        raise ValueError(f"data.path={path} {what} ({why}): name a file, or files by a glob like FOLDER/*.csv")
+        why = f"seen from {Path.cwd()}; hidden files, runs= and data.cache= do not count"
+        raise ValueError(f"data.path={path} names no file ({why}): name a file, a folder or a glob; - reads a pipe")
     return found
 
 
 def walk(root: Path, left_out: Container[str] = ()) -> Iterator[Path]:
-    """All files below `root` but hidden ones. Does not enter hidden folders, links and those whose name is left out."""
+    """All below `root` but hidden files. Does not enter hidden folders, links and those whose name is left out."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        yield from (Path(folder, name) for name in names + links if not name.startswith("."))
 
 
 def suffix(file: Path) -> str:
@@ -55,13 +48,23 @@ def suffix(file: Path) -> str:
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
+def is_text(file: Path) -> bool:
+    """Whether to read this file of a folder: no data file, and no zero byte in its first KiB."""
+    with suppress(OSError, EOFError, zlib.error):  # read() says so
+        return suffix(file) not in DATA_SUFFIXES and file.is_file() and b"\0" not in content_of(file, 1024)
+    return True
+
+
+def content_of(file: Path, size: int = -1) -> bytes:
+    with gzip.open(file) if file.name.lower().endswith(".gz") else open(file, "rb") as stream:
+        return stream.read(size)
+
+
 def read(file: Path, field: str = "text") -> list[str]:
     """The file's documents: the whole text, or the string in `field` of each line of a .jsonl. Line ends stay as they
     are; a byte order mark goes. ValueError, with the place, for what is not UTF-8 text or lacks the field."""
     try:
-        content = file.read_bytes()
-        if file.name.lower().endswith(".gz"):
-            content = gzip.decompress(content)
+        content = content_of(file)
         if b"\0" in content:
             raise ValueError(f"{file} has a zero byte, so it is binary: leave it out")
         whole = content.decode("utf-8-sig")
@@ -86,10 +89,15 @@ def text_of(line: str, field: str, where: str) -> str:
 
 @functools.cache  # each job of a sweep gets the same text
 def standard_input(cache: Path) -> Path:
-    """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text."""
+    """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text. Of
+    torchrun's processes the first reads it and notes the name for the others, which come later."""
+    note = cache / f"stdin-of-{os.environ.get('MASTER_PORT')}"  # each torchrun has a port of its own
+    if not FIRST:
+        return cache / note.read_text()
     data = sys.stdin.buffer.read()
     file = cache / f"stdin-{hashlib.sha256(data).hexdigest()[:12]}.txt"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
+    note.write_text(file.name)
     return file

@@ -1,6 +1,8 @@
 """training/context.py: what a longer context is worth to a run's model."""
 
+import os
 import re
+import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -77,19 +79,26 @@ def test_a_gain_has_the_standard_error_of_its_differences():
     assert "nan" in context.table({n: loss[:1] for n, loss in losses.items()}, 64)[-1]  # one window has no error
 
 
-def test_a_run_is_measured_on_its_own_validation_text(small_run, small, call, tmp_path):
-    small_run("steps=2 model.context_length=64 eval_tokens=256 tokens_per_step=256 attention.documents=true")
+def test_a_run_is_measured_on_its_own_validation_text(small_run, text, call, tmp_path):
+    """Each token once: more were said to be measured than there are. After an edit the model was given the ids of
+    another tokenizer, and text that it had learned."""
+    own = shutil.copytree(text, tmp_path / "text")
+    sizes = "model.context_length=64 eval_tokens=4096 tokens_per_step=256 attention.documents=true"
+    small_run(f"steps=2 {sizes} data.path={own} data.cache={tmp_path}/cache tokenizer=bpe tokenizer.vocab_size=300")
     ended = call(sample, f"runs={tmp_path}", "context=true")
     assert ended.code == 0, ended.err
+    os.utime(own / "0.txt", (1, 1))
+    assert call(sample, f"runs={tmp_path}", "context=true").out == ended.out, "the same text is prepared again"
     kept = load_checkpoint(last(tmp_path / "x"))
     model = network(kept, "auto", torch.device("cpu"))
-    dataset = open_data(DataConfig(**kept.state["config"]["data"]), TokenizerConfig("byte"))
-    size = 4, 64, context.WINDOWS * 64, True
-    losses = context.given(
-        model, validation_batches(dataset.val, dataset.val_documents, *size, overlap=True), nullcontext()
-    )
-    assert ended.out.splitlines() == context.table(losses, 64)
-    assert len(losses[64]) == context.WINDOWS
+    dataset = open_data(DataConfig(**kept.state["config"]["data"]), TokenizerConfig("bpe", 300))
+    batches = validation_batches(dataset.val, dataset.val_documents, 4, 64, 4096, stride=32)
+    assert ended.out.splitlines() == context.table(context.given(model, batches, nullcontext()), 64)
+    assert len(dataset.val) - 96 <= int(ended.out.split()[4].replace(",", "")) <= len(dataset.val)
+    (own / "0.txt").write_text("a\n" + (own / "0.txt").read_text())
+    ended = call(sample, f"runs={tmp_path}", "context=true")
+    assert (ended.code, ended.out) == (1, "")
+    assert "before an edit" in ended.err
 
 
 class Reads:

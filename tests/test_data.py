@@ -208,12 +208,15 @@ def test_validation_reads_the_same_windows_every_time_spread_evenly_over_the_tex
     assert validation(16, T, 10**9).flatten().tolist() == [*range((N - 1) // T * T)], "each window once"
 
 
-def test_validation_windows_may_overlap_if_the_text_is_short():
-    for wanted in 200, 10**9:
-        firsts = validation(4, T, wanted * T, overlap=True)[:, 0]
-        assert (len(firsts), firsts[0], firsts[-1]) == (min(wanted, N - T), 0, N - 1 - T)
-        assert 1 <= firsts.diff().min() <= firsts.diff().max() <= firsts.diff().min() + 1
-    assert torch.equal(*(validation(4, T, 10 * T, overlap=overlap) for overlap in (True, False)))
+def test_validation_windows_begin_at_multiples_of_a_stride_so_their_last_tokens_come_once():
+    """They began at any token, so that a short text was measured several times."""
+    for wanted, stride in (200, 4), (10**9, 4), (10**9, 3), (10**9, 1):
+        x = validation(4, T, wanted * T, stride=stride)
+        assert len(x) == min(wanted, (N - 1 - T) // stride + 1)
+        assert (x[:, 0] % stride == 0).all()
+        assert len(x[:, -stride:].unique()) == len(x) * stride
+        assert N - 1 - T - x[-1, 0] < 2 * stride
+    assert torch.equal(validation(4, T, 10 * T, stride=T), validation(4, T, 10 * T))
 
 
 def test_validation_reads_a_window_whose_last_target_is_the_texts_last_token():

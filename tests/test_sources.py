@@ -13,7 +13,7 @@ from data import download
 from data.dataset import open_data
 from data.made import answer, passkey, second_half
 from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare
-from data.text import find, read
+from data.text import find, read, standard_input
 from data.tokenizer import TokenizerConfig
 from tests.test_data import DOCUMENTS, UNICODE, texts, write
 
@@ -47,6 +47,8 @@ FORMS = {  # {form: (files, data.path)}, each with DOCUMENTS
     "glob": ({f"{i}.log": text for i, text in enumerate(DOCUMENTS)} | {"other.txt": "no"}, "**/*.log"),
     "jsonl": ({"a.jsonl": b"\xef\xbb\xbf" + jsonl(*DOCUMENTS).replace(b"\n", b"\r\n\n") + jsonl("")}, "a.jsonl"),
     "gz": ({"a.jsonl.gz": gzip.compress(jsonl(*DOCUMENTS[1:])), "b.TXT.GZ": gzip.compress(DOCUMENTS[0].encode())}, "."),
+    "a name like a pattern": ({f"a [1]/{i}": text for i, text in enumerate(DOCUMENTS)} | {"a 1/b": "no"}, "a [1]"),
+    "in it a pattern": ({f"a [1]/{i}.cs": text for i, text in enumerate(DOCUMENTS)} | {"a 1/b.cs": "no"}, "a [1]/*.cs"),
     "byte order marks": ({f"{i}.txt": b"\xef\xbb\xbf" + text.encode() for i, text in enumerate(DOCUMENTS)}, "*"),
 }
 
@@ -75,14 +77,20 @@ def test_runs_the_cache_and_hidden_files_are_never_text(tmp_path, monkeypatch, p
     assert [file.name for file in find("runs/a", ["runs"])] == ["metrics.jsonl", "samples.txt"]  # asked for by name
 
 
-def test_of_a_folder_what_cannot_be_read_is_left_out_and_counted(make, tmp_path, capsys):
-    """A foreign .jsonl refused the whole folder."""
-    foreign = {name: NO_TEXT[name] for name in ("list.jsonl", "latin1.txt", "binary.txt", "cut.txt.gz")}
-    write(tmp_path / "texts", {f"{i}.md": text for i, text in enumerate(DOCUMENTS)} | foreign | {"b.csv": b""})
+def test_of_a_folder_all_text_is_read_and_what_is_left_out_is_counted(make, tmp_path, capsys):
+    """A foreign .jsonl refused the whole folder. Files without a known suffix were left out uncounted."""
+    foreign = {name: NO_TEXT[name] for name in ("list.jsonl", "latin1.txt", "cut.txt.gz", "binary.txt")}
+    foreign |= {"deep binary": b"a" * 9999 + b"\0", "tar.GZ": gzip.compress(b"a\0"), "b.csv": b"1", "c.JSON": b"1"}
+    names = ("{}.md", "README{}", "{}.cs", "{}.tsx")
+    write(tmp_path / "texts", foreign | {names[i % 4].format(i): text for i, text in enumerate(DOCUMENTS)})
+    write(tmp_path, {"elsewhere/a.txt": "no"})
+    for name in ("elsewhere", "texts"):  # one of them is a circle
+        (tmp_path / "texts" / f"link to {name}").symlink_to(tmp_path / name)
     for _ in range(2):  # also where the tokens are there already
         assert arrived(make(tmp_path / "texts")) == sorted(DOCUMENTS)
         (said,) = [line for line in capsys.readouterr().err.splitlines() if "40 documents" in line]
-        assert f"cannot be read: 4, the first: {tmp_path}/texts/binary.txt" in said
+        assert f"cannot be read: 4, the first: {tmp_path}/texts/cut.txt.gz" in said
+        assert "left out: 6 " in said  # two are binary, two data, two links
 
 
 @pytest.mark.parametrize("name", [*NO_TEXT, "pictures", "nowhere", "*.nothing"])
@@ -97,12 +105,20 @@ def test_a_picture_is_binary_and_nothing_is_said_about_encodings(make, tmp_path)
     assert refusal(make, tmp_path / "a.png").endswith("/a.png has a zero byte, so it is binary: leave it out")
 
 
-def test_standard_input_is_kept_for_a_resumed_run_and_for_each_job(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_standard_input_is_kept_for_a_resumed_run_for_each_job_and_for_each_rank(tmp_path, monkeypatch, capsys, ranks):
+    """Each rank read it, so all but one found it empty, and each said so."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(UNICODE.encode())))
     jobs = [DataConfig("text", "-", cache=str(tmp_path / "cache")) for _ in range(2)]
     folders = [prepare(data, BYTE) for data in jobs]
     monkeypatch.setattr(sys, "stdin", None)
-    assert [prepare(data, BYTE) for data in jobs] == folders
+    assert capsys.readouterr().err.count("1 document") == 2
+    if ranks > 1:
+        monkeypatch.setattr("data.text.FIRST", False)
+        standard_input.cache_clear()
+        jobs[1].path = "-"
+    assert {prepare(data, BYTE) for data in jobs} == {*folders}
+    assert capsys.readouterr().err.count("1 document") == (2 if ranks == 1 else 0)
     assert read(Path(jobs[0].path)) == [UNICODE]
 
 
@@ -125,11 +141,18 @@ def test_python_code_is_read_without_its_tests(tmp_path, monkeypatch):
     assert len(files_of(DataConfig("pypackages"))) == 2
 
 
-def test_a_file_of_the_hub_is_split_at_its_end_of_text(tmp_path, monkeypatch):
-    file = write(tmp_path, {"a.txt": "\n<|endoftext|>\n".join(DOCUMENTS)}) / "a.txt"
-    monkeypatch.setattr(download, "from_hub", lambda *named: {("owner/name", "b/a.txt"): file}[named])
-    data = DataConfig("hub", "owner/name/b/a.txt", cache=str(tmp_path / "cache"))
-    assert arrived(prepare(data, BYTE)) == sorted(DOCUMENTS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_of_the_hub_is_split_at_lines_of_end_of_text(tmp_path, monkeypatch, name):
+    """Code lost the indent of its first line, and was cut where it mentions the token."""
+    documents = [f"    {i} = '<|endoftext|>'  # {text}  " for i, text in enumerate(DOCUMENTS)]
+    if name == "a.txt":
+        file = write(tmp_path, {name: "\n\n<|endoftext|>\r\n".join(["", *documents, "\n"])}) / name
+    else:
+        documents.append("\n<|endoftext|>\n")
+        file = write(tmp_path, {name: jsonl(*documents)}) / name
+    monkeypatch.setattr(download, "from_hub", lambda *named: {("owner/name", f"b/{name}"): file}[named])
+    data = DataConfig("hub", f"owner/name/b/{name}", cache=str(tmp_path / "cache"))
+    assert arrived(prepare(data, BYTE)) == sorted(documents)
 
 
 @pytest.mark.parametrize(("source", "T"), [("recall", 32), ("passkey", 256)])
@@ -160,11 +183,12 @@ def shard(path: Path, ids: list[int], magic=(20240520, 1), dtype="<u2") -> Path:
 def test_shards_are_for_training_or_for_validation(tmp_path, capsys):
     files = {"b_train": [256, 1, 2], "a_val": [3, 256, 4], "c_train": [5, 6], "d_val": [256, 7]}
     for name, ids in files.items():
-        shard(tmp_path / f"{name}.bin", ids)
-    found = open_data(DataConfig("bin", str(tmp_path)), BYTE)
+        shard(tmp_path / "run[1]" / f"{name}.bin", ids)
+    shard(tmp_path / "run1" / "e_val.bin", [7])
+    found = open_data(DataConfig("bin", str(tmp_path / "run[1]")), BYTE)
     parts = (found.train, found.val, found.train_documents, found.val_documents)
     assert [part[:].tolist() for part in parts] == [[256, 1, 2, 5, 6], [3, 256, 4, 256, 7], [0], [0, 1, 3]]
-    assert "5 training tokens, 5 for validation" in capsys.readouterr().err
+    assert "5 training and 5 validation tokens" in capsys.readouterr().err
 
 
 def test_the_words_of_a_name_say_what_is_for_validation(tmp_path):
@@ -187,4 +211,8 @@ def test_shards_of_another_tokenizer_and_what_is_no_shard_are_refused(tmp_path, 
     for content in (b"text" * 300, b""):
         write(tmp_path, {"a.bin": content})
         assert "a.bin is no token file" in refusal(open_data, data, BYTE)
+    whole = shard(tmp_path / "a.bin", [1, 2, 3]).read_bytes()
+    for size in (12, 1024, 1028, 1029):
+        write(tmp_path, {"a.bin": whole[:size]})
+        assert f"has {max(0, size - 1024) // 2} tokens of 3" in refusal(open_data, data, BYTE)
     assert "1 of them" in refusal(open_data, DataConfig("bin", str(tmp_path / "val.bin")), BYTE)

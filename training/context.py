@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import open_data
-from data.loader import Batch, validation_batches
+from data.loader import Batch, Loader, validation_batches
 from data.made import SHORTEST, answer, passkey, second_half
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig, encode, from_json
@@ -44,8 +44,11 @@ def report(model: GPT, trained: Checkpoint) -> str:
     data, encoding = DataConfig(**config["data"]), from_json(trained.tokenizer)
     dataset = open_data(data, TokenizerConfig(**config["tokenizer"]), encoding, T, config["runs"])
     size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T), model.attention_config.documents
-    made = data.source in SHORTEST  # then a window is a document, which overlapping windows would cut
-    batches = list(validation_batches(dataset.val, dataset.val_documents, *size, overlap=not made))
+    state = trained.state["loader"]
+    own = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=state["seed"])
+    own.load_state_dict(state | {"context_length": T})  # ValueError if the text was edited
+    stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
+    batches = list(validation_batches(dataset.val, dataset.val_documents, *size, stride=stride))
     autocast = set_precision(pick_dtype(config["dtype"], device), device)
     lines = table(given(model, batches, autocast), T)
     if data.source == "recall":
