@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import hydra
 import torch
@@ -53,7 +52,7 @@ from training.huggingface import find_weights
 from training.metrics import Metrics
 from training.optimizer import build_optimizers, learning_rate
 from training.parallel import Ranks, join
-from training.step import PendingStats, StepStats, TrainStep, choose_mode
+from training.step import Pending, StepStats, TrainStep, choose_mode
 
 SIGNALS: list[int] = []  # received: Ctrl-C (SIGINT), SIGTERM
 
@@ -93,17 +92,6 @@ class Run:
     def is_due(self, every: int) -> bool:
         """Whether to do now what is done every so many steps (0: never) and at the end."""
         return every > 0 and (self.is_over() or self.step % every == 0)
-
-
-class Pending(NamedTuple):
-    """An update that was enqueued, and what a NaN in it needs."""
-
-    step: int
-    lr: float
-    stats: PendingStats
-    batch: Batch
-    loader: dict  # its state before the batch
-    rng: dict  # the random state before the step
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -155,8 +143,6 @@ def set_up(typed: DictConfig) -> Run:
     cfg, source = configuration(typed, resumed, parent), resumed or parent
     ranks = join(cfg.parallel, cfg.device)
     device = machine.pick_device(ranks.device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # a sweep's jobs before it had theirs
     dtype = machine.pick_dtype(cfg.dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.model.head_size, cfg.model.context_length, cfg.break_it)
     ranks.check(cfg, attention)
@@ -169,7 +155,11 @@ def set_up(typed: DictConfig) -> Run:
         dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
-    loader = make_loader(cfg, dataset, ranks, cfg.length(max(1, step)))  # the length of the last step, as was saved
+    loader = Loader(
+        dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=cfg.model.context_length,
+        seed=cfg.seed, with_documents=cfg.attention.documents, random_offset=cfg.data.source not in SHORTEST,
+        rank=ranks.data_rank, world_size=ranks.data_size,
+    )  # fmt: skip
     sizes = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
     validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
     validation()  # ValueError if the text is too short
@@ -199,15 +189,6 @@ def set_up(typed: DictConfig) -> Run:
     introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
-
-
-def make_loader(cfg: Config, dataset: Dataset, ranks: Ranks, length: int) -> Loader:
-    """The loader of the training text, in sequences of `length` tokens. All micro-batches have as many tokens."""
-    return Loader(
-        dataset.train, dataset.train_documents, batch_size=cfg.batch_size * cfg.model.context_length // length,
-        context_length=length, seed=cfg.seed, with_documents=cfg.attention.documents,
-        random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank, world_size=ranks.data_size,
-    )  # fmt: skip
 
 
 def introduce(run: Run, source: Path | None) -> None:
@@ -252,12 +233,11 @@ def train(run: Run) -> int:
     stopped = run.unfinished and finish_step(run)
     run.last_logged, first = time.perf_counter(), run.step + 1
     while not (stopped or run.is_over()):
-        loader = run.loader.state_dict()
         batch = next_batch(run)
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, run.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
-        pending.append(Pending(run.step, lr, train_step(batch, lr), batch, loader, rng))
+        pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))
         if run.step == first:  # it compiles, and the learning rate's clock begins after that
             run.start = time.perf_counter() - run.seconds
         run.sync_time_and_signal()
@@ -284,10 +264,7 @@ def train(run: Run) -> int:
 
 def next_batch(run: Run) -> Batch:
     """The batch of the next step, (micro-batches, B, T). No thread draws ahead: it takes a millisecond."""
-    cfg, length = run.cfg, run.cfg.length(run.step + 1)
-    if length != run.loader.context_length:  # the warm-up of the length is over: the text begins anew
-        run.loader = make_loader(cfg, run.dataset, run.ranks, length)
-    micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
+    micro_batches = run.tokens_per_step // (run.cfg.batch_size * run.cfg.model.context_length * run.ranks.data_size)
     x, y, documents = zip(*(run.loader.next() for _ in range(micro_batches)), strict=True)
     return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
@@ -302,7 +279,7 @@ def log(run: Run, update: Pending) -> StepStats:
     pace = run.seconds / max(1, step - 1)  # the clock begins after the first step
     left = max(0.0, min(pace * (cfg.steps - step), limit - run.seconds))
     peak = machine.peak_flops(run.facts["device"]) if run.facts["dtype"] != "float32" else None
-    flops = train_step.model.flops_per_token(cfg.length(step)) * speed / run.ranks.size
+    flops = train_step.model.flops_per_token(cfg.model.context_length) * speed / run.ranks.size
     record = {"step": step, "loss": stats.loss, "lr": update.lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
               "tokens_per_second": speed, "memory_gib": machine.memory_gib(device),
               "eta_s": left if step > 1 else None, "mfu": flops / peak if peak else None,
@@ -321,7 +298,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
     run.step = step - 1  # later updates were skipped
     if run.step > 0:
-        save(run, loader=update.loader)
+        save(run)  # to go on from, after the batches that were drawn
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
     advice = f"try dtype=float32 (it is {run.facts['dtype']}) or a lower rate: {again if run.step else lower}"
@@ -402,15 +379,12 @@ def sample(run: Run) -> None:
     model.train()
 
 
-def save(
-    run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dict | None = None, loader: dict | None = None
-) -> Path:
-    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer.
-    loader: its state, if it has gone on since."""
+def save(run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dict | None = None) -> Path:
+    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
     train_step, cfg = run.train_step, run.cfg
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
-             "loader": loader or run.loader.state_dict(), "scaler": train_step.scaler.state_dict(),
-             "unfinished": run.unfinished, "seconds": run.seconds}  # fmt: skip
+             "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,
+             "seconds": run.seconds}  # fmt: skip
     weights, optimizer = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:

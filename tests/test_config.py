@@ -62,7 +62,6 @@ MISTAKES = {
     "data.path=/nowhere": "/nowhere",
     "tokens_per_step=100": "multiple of 128",
     "name=a:b": "name=a:b",
-    "length_warmup_steps=5 length_warmup_from=7": "length_warmup_from=7",
     "model.recompute=selective attention=naive": "model.recompute=true",
     "attention=triton model.n_embd=1024": "tiled",
     "attention=sdpa attention.windows=[null,8]": "sdpa",

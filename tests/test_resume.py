@@ -23,8 +23,6 @@ RECIPES = [
     "dtype=bf16 attention=naive attention.documents=true",
     "dtype=fp16",
     f"model.recompute=true {DROPOUT}",
-    "length_warmup_steps=5 length_warmup_from=16",
-    "length_warmup_steps=7 length_warmup_from=16",
     "data.source=recall data.path=null",
 ]
 
@@ -131,7 +129,7 @@ def test_a_nan_leaves_the_weights_before_it_to_go_on_from(small_run, tmp_path):
     small_run(f"steps=1 name=one {rate}")
     (nan,), (one,) = (all_checkpoints(tmp_path / name / FOLDER) for name in ("nan", "one"))
     a, b = map(load_checkpoint, (nan, one))
-    assert (a.step, a.state["loader"]) == (1, b.state["loader"])
+    assert a.step == b.step == 1
     assert all(torch.equal(a.weights[name], b.weights[name]) for name in b.weights)
     assert f"resume=auto name=nan runs={tmp_path} optimizer.lr=5e+29" in said
     fault = next((tmp_path / "nan" / "faults").iterdir())  # which has no optimizer
@@ -195,7 +193,9 @@ def test_a_resumed_run_goes_on_with_its_minutes_and_says_where_it_is_and_what_it
     state = last(tmp_path / "x") / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 180.0}))
     first = small_run("resume=auto steps=4 max_minutes=7").out.splitlines()[:6]
-    assert any(all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate", "where it was")) for line in first), first
+    assert any(
+        all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate", "where it was")) for line in first
+    ), first
     assert records(tmp_path / "x", "val_loss")[-1]["seconds"] > 180
 
 

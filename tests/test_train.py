@@ -145,13 +145,6 @@ def test_names_and_paths_may_hold_any_letter(small_run, text, tmp_path):
     assert last(tmp_path / "é").name == "step_000001"
 
 
-def test_a_length_warmup_trains_on_shorter_sequences_and_as_many_tokens(small_run, tmp_path, monkeypatch):
-    shapes, update = [], TrainStep.update
-    monkeypatch.setattr(TrainStep, "update", lambda self, batch: shapes.append(batch.x.shape) or update(self, batch))
-    small_run("steps=4 length_warmup_steps=2 length_warmup_from=8 tokens_per_step=256")
-    assert shapes == [(2, 16, 8)] * 2 + [(2, 4, 32)] * 2
-
-
 def test_out_of_memory_is_one_line_with_the_way_out(small_run, monkeypatch):
     def full(self, batch, lr):
         raise torch.OutOfMemoryError("CUDA out of memory")

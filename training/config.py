@@ -71,8 +71,6 @@ class Config:
     max_minutes: float | None = key(None, "time limit; null: none, also where steps= is given alone", above=0)
     batch_size: int = key(16, "sequences per micro-batch; fewer need less memory", least=1)
     tokens_per_step: int | None = key(None, "tokens per update, accumulating gradients; null: one micro-batch", least=1)
-    length_warmup_steps: int = key(0, "first steps, on shorter sequences and as many tokens; 0: none", least=0)
-    length_warmup_from: int = key(1024, "tokens of a sequence in them", least=1)
     eval_every: int = key(100, "steps between evaluations", least=1)
     eval_tokens: int = key(65536, "about how many validation tokens an evaluation takes, always the same ones", least=1)
     sample_every: int = key(200, "steps between samples; 0: none", least=0)
@@ -91,13 +89,6 @@ class Config:
         check(self)
         if self.name is not None and not re.fullmatch(r"[\w.+=/-]+", self.name):
             raise ValueError(f"name={self.name} names a folder: use letters, digits, - and _")
-        T = self.model.context_length
-        if self.length_warmup_steps and T % self.length_warmup_from:
-            raise ValueError(f"length_warmup_from={self.length_warmup_from} has to divide model.context_length={T}")
-
-    def length(self, step: int) -> int:
-        """Tokens of a sequence in update number `step`."""
-        return self.length_warmup_from if step <= self.length_warmup_steps else self.model.context_length
 
     def schedule_step(self, step: int, elapsed: float) -> float:
         """Where update number `step` is in the learning rate's schedule, from 0 to steps: at `step`. With max_minutes

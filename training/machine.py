@@ -52,6 +52,8 @@ def pick_device(device: str) -> torch.device:
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
     if device.startswith("cuda:"):  # kernels and the saved random generator use the current device
         torch.cuda.set_device(device)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)  # of a sweep's job before
     return torch.device(device)
 
 

@@ -56,7 +56,7 @@ class Ranks:
 
     def check(self, cfg: Any, attention: AttentionConfig) -> None:
         """ValueError for what the ranks cannot share. cfg: the whole configuration."""
-        N, model, T = self.config.context, cfg.model, cfg.length(1)
+        N, model, T = self.config.context, cfg.model, cfg.model.context_length
         if model.n_head % N or model.kv_heads % N or T % N:
             sizes = f"model.n_head={model.n_head}, n_kv_head={model.kv_heads} and {T} tokens"
             raise ValueError(f"parallel.context={N} has to divide {sizes}: use another parallel.context")

@@ -55,6 +55,16 @@ class PendingStats(NamedTuple):
         return StepStats(loss, norm, scale, bool(stopped))
 
 
+class Pending(NamedTuple):
+    """An update that is enqueued, and what is needed to look at it again."""
+
+    step: int
+    lr: float
+    stats: PendingStats
+    batch: Batch
+    rng: dict[str, Tensor]  # the random state before it
+
+
 def choose_mode(wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
     compiles = device.type == "cuda" and attention.impl != "tiled"  # which chooses its tiles in Python
@@ -105,10 +115,7 @@ class TrainStep:
     def __call__(self, batch: Batch, lr: float) -> PendingStats:
         """Enqueues one update. batch: int64 (micro-batches, B, T), on the CPU. At most `ahead` may be pending."""
         cuda = self.device.type == "cuda"
-        if self.batch is None or self.batch.x.shape != batch.x.shape:  # the first, or after length_warmup_steps
-            if cuda:
-                torch.cuda.synchronize(self.device)  # the GPU may still use what is dropped here
-            self.graph, self.capture_at = None, self.steps + WARM_UP
+        if self.batch is None:
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
         self.batch.copy_(batch.each(Tensor.pin_memory) if cuda else batch)
         for optimizer in self.optimizers:
@@ -117,7 +124,7 @@ class TrainStep:
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-        if self.mode == "graph" and self.steps == self.capture_at:
+        if self.mode == "graph" and self.steps == WARM_UP:
             self.graph = self.capture(self.batch)
         if self.graph is not None:
             self.graph.replay()
