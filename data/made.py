@@ -1,7 +1,8 @@
 """Text that is made and not read: data=recall and data=passkey. It shows whether a model uses a long context.
 
     recall     EOT s \\n s          s is a random string. The second one can be predicted only from the first.
-    passkey    EOT filler, a number, filler, the question for the number, the number; then another number, and so on
+    passkey    EOT filler, a number, filler, the question for the number, the number; half of the documents are one such
+               text, the others several one after the other
 
 A document fills one window of model.context_length tokens (bytes) exactly, so the loader cuts none. The same length
 always gives the same text. The passkey's text is that of Mohtashami and Jaggi (arXiv 2305.16300).
@@ -64,18 +65,19 @@ def passkey(length: int, depth: float, generator: np.random.Generator, number: s
 
 
 def passkeys(length: int, generator: np.random.Generator) -> str:
-    """Texts of passkey() one after the other, length - 1 characters in all, to learn from. Their lengths are drawn
-    log-uniformly, so some questions are near their number and some are far. In half of the texts that have room for it
-    the number is a random string of up to LONGEST characters instead: five digits are too few tokens to learn from."""
-    least, text = SHORTEST["passkey"], ""
+    """One text of passkey(), or several one after the other, length - 1 characters in all, to learn from. Those of
+    several have lengths drawn log-uniformly: a model first learns to copy where the number is near. In half of the
+    texts that have room for it the number is a random string of up to LONGEST characters instead: five digits are too
+    few tokens to learn from. Some numbers are told at the very start of a text, and some at the very end."""
+    least, text, one = SHORTEST["passkey"], "", generator.random() < 0.5
     while (left := length - len(text)) > 0:
-        size = round(math.exp(generator.uniform(math.log(least), math.log(left))))
+        size = left if one else round(math.exp(generator.uniform(math.log(least), math.log(left))))
         size = size if left - size >= least else left  # what is left must have room for another text
         longest = min(LONGEST, (size - least) // 3)
         number = ""
         if longest > DIGITS and generator.random() < 0.5:
             number = random_string(int(generator.integers(DIGITS, longest)), generator)
-        text += passkey(size, generator.random(), generator, number) + " "
+        text += passkey(size, min(1, max(0, generator.uniform(-0.1, 1.1))), generator, number) + " "
     return text[:-1]
 
 

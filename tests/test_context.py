@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,37 +100,46 @@ def test_a_run_is_measured_on_its_own_validation_text(small_run, text, call, tmp
     assert "before an edit" in ended.err
 
 
-class Reads:
+class Reads(torch.nn.Module):
     """A model that finds a pass key among the last `reach` tokens of a text and writes it where it is asked for."""
 
-    def __init__(self, T: int, reach: int):
-        self.config, self.embedding, self.reach = SimpleNamespace(context_length=T), torch.nn.Embedding(1, 1), reach
+    def __init__(self, reach: int):
+        super().__init__()
+        self.embedding, self.reach = torch.nn.Embedding(1, 1), reach
 
-    def __call__(self, x, documents):
-        text = bytes(x[0, 1:].tolist()).decode()
+    def hidden(self, idx):
+        return torch.stack([self.of(bytes(text[1:].tolist()).decode()) for text in idx])
+
+    def of(self, text: str):
         key = re.search(r"The pass key is (\d{5})\. ", text[-self.reach :])
-        told = torch.zeros_like(x)
-        asked = text.rindex("key is ") + len("key is ")  # of the targets; one before the input
-        told[0, asked : asked + 5] = torch.tensor([*(key[1] if key else "?????").encode()])
+        told, asked = torch.zeros(len(text) + 1, dtype=torch.int64), text.rindex("key is ") + len("key is ")
+        told[asked : asked + 5] = torch.tensor([*(key[1] if key else "?????").encode()])  # one before the input
         return F.one_hot(told, 257).float()
 
+    def head(self, x):
+        return x
 
-def test_pass_keys_are_counted_by_their_depth():
-    found = {depth: context.retrieved(Reads(512, 300), byte_encoding(), depth, nullcontext()) for depth in (0, 50, 100)}
-    assert found == {0: 0.0, 50: 0.0, 100: 1.0}
-    assert context.retrieved(Reads(512, 512), byte_encoding(), 0, nullcontext()) == 1.0
+
+def test_pass_keys_are_counted_by_the_depth_and_the_length_of_the_text(monkeypatch):
+    monkeypatch.setattr(context, "TEXTS", 5)
+    cells = [(256, 0), (512, 0), (512, 50), (512, 100)]
+    found = [context.retrieved(Reads(300), byte_encoding(), *cell, nullcontext()) for cell in cells]
+    assert found == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("source", ["recall", "passkey"])
 def test_a_run_on_a_made_text_says_how_much_of_it_is_found(source, call, small, tmp_path, monkeypatch):
     monkeypatch.setattr("data.made.DOCUMENTS", 60)
+    monkeypatch.setattr(context, "TEXTS", 5)
     own = [f"data={source}", "data.path=null", "model.context_length=128", "steps=1", "tokens_per_step=512"]
     ended = call(train, *small, *own, f"runs={tmp_path}", "name=x")
     assert ended.code == 0, ended.err
     ended = call(sample, f"runs={tmp_path}", "context=true")
     assert ended.code == 0, ended.err
     if source == "passkey":
-        assert ended.out.splitlines()[-1].count("%") == 2 * len(context.DEPTHS)
+        rows = [line.split("%")[1:] for line in ended.out.splitlines()[-len(context.DEPTHS) :]]
+        assert all(0 <= float(share) <= 100 for (share, _) in rows)
+        assert (tmp_path / "x" / "passkey.png").exists()
         return
     kept, half, hits = load_checkpoint(last(tmp_path / "x")), second_half(128), []
     model = network(kept, "auto", torch.device("cpu"))

@@ -6,8 +6,8 @@ The same tokens of the validation text are predicted given at most 32, 64, ..., 
 context alone. For that each window of T tokens is cut into pieces of N tokens that overlap by half, and the second half
 of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token.
 
-With data=recall also the share of the second string that the model gets right; with data=passkey the share of pass keys
-that it finds, by the depth at which the key was told.
+With data=recall also the share of the second string that the model gets right. With data=passkey the share of pass keys
+that it finds, by the length of a text and the depth at which the key was told in it; as a picture beside the run, too.
 """
 
 import math
@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
-import tiktoken
 import torch
+from tiktoken import Encoding
 from torch import Tensor
 
 from data.dataset import open_data
@@ -33,7 +33,7 @@ from training.machine import pick_dtype, set_precision
 POWERS = [2**i for i in range(5, 31)]  # contexts given, as far as the model's goes; its own too
 WINDOWS = 32  # at least so many, if the text has them: the standard error is over windows
 DEPTHS = (0, 25, 50, 75, 100)  # percent of a text before its pass key
-TEXTS = 20  # pass keys asked for at each depth
+TEXTS = 100  # pass keys asked for at each depth and length
 
 
 def report(model: GPT, trained: Checkpoint) -> str:
@@ -41,8 +41,8 @@ def report(model: GPT, trained: Checkpoint) -> str:
     config, T, device = trained.state["config"], model.config.context_length, model.embedding.weight.device
     if "data" not in config:
         raise ValueError(f"{trained.path} is of no run, so there is no validation text to measure on")
-    data, encoding = DataConfig(**config["data"]), from_json(trained.tokenizer)
-    dataset = open_data(data, TokenizerConfig(**config["tokenizer"]), encoding, T, config["runs"])
+    data, encoding = trained.options("data", DataConfig), from_json(trained.tokenizer)
+    dataset = open_data(data, trained.options("tokenizer", TokenizerConfig), encoding, T, config["runs"])
     size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T), model.attention_config.documents
     state = trained.state["loader"]
     own = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=state["seed"])
@@ -55,8 +55,14 @@ def report(model: GPT, trained: Checkpoint) -> str:
         shares = [right(model, batch, autocast)[:, second_half(T)].float().mean() for batch in batches]
         lines.append(f"recall: {float(torch.stack(shares).mean()):.1%} of the second string right")
     if data.source == "passkey":
-        found = [f"{depth} %: {retrieved(model, encoding, depth, autocast):.0%}" for depth in DEPTHS]
-        lines.append(f"pass keys found, by depth: {', '.join(found)}")
+        lengths = [n for n in POWERS if 512 <= n < T] + [T]
+        found = np.array([[retrieved(model, encoding, n, depth, autocast) for n in lengths] for depth in DEPTHS])
+        lines.append(f"share of pass keys found, of {TEXTS} texts each, by depth (down) and length (across)")
+        lines.append("     " + "".join(f"{n:>8}" for n in lengths))
+        lines += [
+            f"{depth:>3} %" + "".join(f"{x:>8.0%}" for x in row) for depth, row in zip(DEPTHS, found, strict=True)
+        ]
+        draw(found, lengths, trained)
     return "\n".join(lines)
 
 
@@ -105,12 +111,29 @@ def right(model: GPT, batch: Batch, autocast: AbstractContextManager) -> Tensor:
         return (model(x, documents=documents).argmax(-1) == y).cpu()
 
 
-def retrieved(model: GPT, encoding: tiktoken.Encoding, depth: int, autocast: AbstractContextManager) -> float:
-    """The share of TEXTS pass keys that the model finds in texts as long as its context."""
-    T, found = model.config.context_length, 0
-    for i in range(TEXTS):
-        text = passkey(T, depth / 100, np.random.default_rng([T, depth, i]))  # not the numbers of the training text
-        tokens = torch.tensor([[encoding.eot_token, *encode(encoding, text).tolist()]])
-        batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:], dtype=torch.int32))
-        found += bool(right(model, batch, autocast)[:, answer(T)].all())
+@torch.no_grad()
+def retrieved(model: GPT, encoding: Encoding, length: int, depth: int, autocast: AbstractContextManager) -> float:
+    """The share of TEXTS pass keys that the model finds, told at this depth of a text of `length` tokens."""
+    drawn = (np.random.default_rng([length, depth, i]) for i in range(TEXTS))  # not the numbers of the training text
+    texts = np.stack([encode(encoding, passkey(length, depth / 100, each)) for each in drawn]).astype(np.int64)
+    tokens, found = torch.nn.functional.pad(torch.from_numpy(texts), (1, 0), value=encoding.eot_token), 0
+    for some in tokens.to(model.embedding.weight.device).split(max(1, 2**17 // length)):
+        with autocast:
+            guessed = model.head(model.hidden(some[:, :-1])[:, answer(length)]).argmax(-1)
+        found += int((guessed == some[:, 1:][:, answer(length)]).all(1).sum())
     return found / TEXTS
+
+
+def draw(found: np.ndarray, lengths: list[int], trained: Checkpoint) -> None:
+    """passkey.png beside the run. found: shares, (depths, lengths)."""
+    from matplotlib.figure import Figure  # here, because the import takes half a second
+
+    figure = Figure(figsize=(2.2 + 0.8 * len(lengths), 3.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="tokens of the text", ylabel="where the key was told, %")
+    figure.colorbar(axes.imshow(found, "RdYlGn", aspect="auto", vmin=0, vmax=1), label="keys found")
+    for (down, across), share in np.ndenumerate(found):
+        axes.text(across, down, f"{share:.0%}", ha="center", va="center")
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    axes.set_yticks(range(len(DEPTHS)), [str(depth) for depth in DEPTHS])
+    axes.set_title(f"{trained.state['broken']} {trained.path.parents[1].name}, step {trained.step}".strip())
+    figure.savefig(trained.path.parents[1] / "passkey.png", dpi=120)
