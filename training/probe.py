@@ -122,7 +122,7 @@ def gauges(call: Call) -> Gauges:
     parts, entropies, size = [], [], min(64, max(1, 2**22 // (B * H * len(columns))))
     step = -(-size * max(T, ROWS) // ROWS)  # from one group of rows to the next
     with torch.autocast(q.device.type, enabled=False):
-        for rows in (range(i, min(i + size, T)) for i in range(0, T, step)):
+        for rows in (range(i, min(i + size, T)) for i in range((step - size) // 2, T, step)):
             s, lse, p = weights(tile(q, rows), k, rows, columns, own)
             entropies.append(torch.special.entr(p).sum(-1).view(B, H, -1))
             right = p if own.scale == whole.scale else weights(tile(q, rows), k, rows, columns, whole)[2]
@@ -252,9 +252,9 @@ def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Pl
 
 
 # --- does a failure act? It sleeps while the line that it takes out would change nothing.
-# The first ROWS tokens of each call of a broken model, which see no others, are computed again from the same q, k, v,
-# do and dropout mask: as they were, by tiled in float64, and by the whole algorithm in the run's implementation and dtype,
-# which is off by rounding alone. The failure acts if the broken call is farther off than that.
+# The first ROWS tokens of each call of a broken model, which see no others, are computed again with the same dropout
+# mask: as they were, by tiled in float64, and by the whole algorithm in the run's implementation and dtype, which is
+# off by rounding alone. The failure acts if the broken call is farther off than that.
 class Effect(NamedTuple):
     """The error of a call's o, or of its dq, dk and dv together: |x - right| / |right|."""
 
