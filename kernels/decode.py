@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import LOG2E, tanh
-from kernels.launch import INTERPRETED, shared_memory
+from kernels.launch import INTERPRETED, refuse, shared_memory
 from kernels.problem import LOWEST
 
 START = tl.constexpr(LOWEST)
@@ -38,6 +38,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     scale, softcap, slopes, window: as in kernels/problem.py.
     """
     (B, H, _, D), (H_kv, S) = q.shape, keys.shape[1:3]
+    refuse(q.dtype, D, q.device)
     N, G, BLOCK_D = B * H_kv, H // H_kv, max(16, triton.next_power_of_2(D))
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16

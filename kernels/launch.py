@@ -25,6 +25,8 @@ from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
 from kernels.problem import LOWEST, Problem, Visits, as_heads, gradients, in_parts, runs_kernels, steps_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
+# The interpreter multiplies the bits of bfloat16 as integers (tests/interpreter.py has a repair).
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 
 
 def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,11 +88,9 @@ def refuse(dtype: torch.dtype, D: int, device: torch.device) -> None:
     """Raises ValueError where these kernels cannot run."""
     if not (runs_kernels(device) or INTERPRETED):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        raise ValueError(
-            f"attention=triton wants an NVIDIA GPU from Ampere on, not {name}; use attention=sdpa or tiled"
-        )
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"attention=triton has float32, float16 and bfloat16, not {dtype}; use attention=tiled")
+        raise ValueError(f"attention=triton wants an NVIDIA GPU from Ampere on, not {name}; use sdpa or tiled")
+    if dtype not in DTYPES:
+        raise ValueError(f"attention=triton has {DTYPES} here, not {dtype}; use one of these, or attention=tiled")
     if D > 256:
         raise ValueError(f"attention=triton has head sizes of 256 at most, not {D}; use attention=tiled or more heads")
 

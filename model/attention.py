@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from conf.keys import check, key
 from kernels.problem import FIELDS, Problem, as_heads, gradients, in_parts, runs_kernels
@@ -87,6 +86,7 @@ def attention(
     documents: integers (B, T_k), the document of each token. The queries are the last T tokens.
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
+    Only naive has second derivatives (a gradient penalty) and a forward mode: torch.func.jvp of the others gives zeros.
     """
     problem = problem_of(q, k, v, config, causal, seed, documents, break_it)
     match config.impl:
@@ -123,6 +123,8 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     if documents is not None and (documents.shape != (k.shape[0], T_k) or T > T_k or documents.is_floating_point()):
         raise ValueError(f"documents {documents.dtype} {tuple(documents.shape)}: want integers (B, T_k), and T <= T_k")
+    if seed is not None and [getattr(seed, x, 0) for x in ("dtype", "shape", "device")] != [torch.int64, (), q.device]:
+        raise ValueError(f"seed={seed!r}: want an int64 scalar on {q.device}, as torch.tensor(5) on a CPU")
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if blocks is not None and (covered := min(blocks.shape) * config.block_mask_size) < max(T, T_k):
         raise ValueError(f"attention.block_mask covers {covered} tokens of {max(T, T_k)}: draw more blocks")
@@ -157,7 +159,7 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
     lower power of two, and then every other slope of the next higher one."""
     n = 1 << H.bit_length() - 1
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
-    return torch.tensor(slopes[:H], device=device)
+    return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
 
 
 # --- naive and sdpa ---------------------------------------------------------------------------------------------------
@@ -229,7 +231,8 @@ def backward(q, k, v, o, lse2, do, dlse, *rest) -> list[Tensor]:
     *fields, impl, block_m, block_n = rest
     problem = Problem(*fields)
     if impl == "tiled":
-        return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
+        with without_autocast(q):
+            return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
     from kernels import launch
 
     return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
@@ -266,8 +269,9 @@ def keep_for_backward(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in rest))
 
 
-@once_differentiable
 def backward_of_op(ctx, do, dlse, _):
+    if torch.is_grad_enabled():  # create_graph=True, in which dq, dk and dv would count as constants
+        raise RuntimeError("tiled and triton have no second derivative; use attention=naive")
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     rest = [x if saved is None else saved for x, saved in zip(ctx.rest, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do

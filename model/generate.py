@@ -19,7 +19,7 @@ WARM_UP = 2  # tokens before the CUDA graph is recorded: in them kernels are com
 
 @dataclass
 class Sampler:
-    temperature: float = key(0.8, "divides the logits; lower is less random", least=0, usual="0: the most likely token")
+    temperature: float = key(0.8, "divides the logits; low: less random", least=0, most=1e30, usual="0: the likeliest")
     top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, usual="null: from all")
     top_p: float = key(1.0, "sample from the most likely tokens that add up to this probability", above=0, most=1)
 
@@ -47,7 +47,7 @@ class Sampler:
 def generate(
     model: GPT, idx: Tensor, count: int, sampler: Sampler, generator: torch.Generator | None = None, cache: bool = True
 ) -> Iterator[Tensor]:
-    """Yields the next token of each sequence, (B, 1), `count` times. idx: the prompts (B, T), T at least 1."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError if logits are NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context, kv_cache, step = model.config.context_length, None, None
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -65,7 +65,10 @@ def generate(
         if made > 0 and step is not None and new.shape[1] == 1:
             token = step()
         else:
-            token = sampler.choose(model(new, sequence=kv_cache)[:, -1], generator)
+            logits = model(new, sequence=kv_cache)[:, -1]
+            if (made == 0 or not logits.is_cuda) and logits.isnan().any():  # after the prompt a GPU would be waited for
+                raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")
+            token = sampler.choose(logits, generator)
             if kv_cache is not None:
                 kv_cache.advance(new.shape[1])
             if step is not None:

@@ -101,7 +101,7 @@ TABLE = {
         ("each rank has the first positions", "(self.rank * n, (self.rank + 1) * n,", "(0, n,", "parallel")],
     "training/probe.py": [
         ("headroom forgets 16 bits", "math.log(torch.finfo(call.q.dtype).max)", "math.log(3e38)", "probe"),
-        ("a broken call is compared with itself", "replace(call.break_it, broken=())", "call.break_it", "awake")],
+        ("a broken call is compared with itself", "replace(call.break_it, broken=broken)", "call.break_it", "awake")],
     "training/huggingface.py": [
         ("logits are not compared", "if not difference <= 1e-3 * spread:", "if False:", "huggingface")],
     "training/context.py": [

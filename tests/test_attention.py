@@ -6,7 +6,6 @@ tests/test_flash.py, what only a GPU shows in tests/test_gpu.py.
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 
 from lab.meter import PeakBytes
 from model import attention as attention_module
-from model.attention import HOPPER_FROM, AttentionConfig, attention, flash_attention, resolve
+from model.attention import HOPPER_FROM, AttentionConfig, alibi_slopes, attention, flash_attention, resolve
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, HALVES, NAIVE, ROWS, SDPA, TILED, over, param, sized
@@ -28,6 +27,7 @@ from tests.reference import (
     assert_float64_right,
     assert_within_budget,
     case_name,
+    naives_errors,
     oracle,
     run,
 )  # fmt: skip
@@ -44,13 +44,6 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@lru_cache(4)
-def given(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[dict, dict, dict]:
-    """Inputs, naive's results and the right ones."""
-    inputs = case.inputs(dtype, device)
-    return inputs, run(inputs, case, NAIVE), oracle(inputs, case)
-
-
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 SIZES = [(32, 32), (16, 48), (96, 96), (50, 7)]
@@ -59,30 +52,36 @@ OF_KERNELS = [(64, 64), (128, 128), (32, 128), (128, 32)]
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_naive_and_tiled_are_the_definition_in_float64(case, sized):
-    inputs, naive, right = given(case, torch.float64)
-    assert_float64_right(naive, right, terms=case.keys + case.D)
-    for size in SIZES:
-        assert_float64_right(run(inputs, case, sized(TILED, *size)), right, terms=case.keys + case.D)
+    inputs = case.inputs(torch.float64)
+    right = oracle(inputs, case)
+    for config in (NAIVE, *(sized(TILED, *size) for size in SIZES)):
+        assert_float64_right(run(inputs, case, config), right, terms=case.keys + case.D)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, sized):
-    inputs, naive, right = given(case, dtype)
-    number = CASES.index(case) + DTYPES.index(dtype)
+    inputs = case.inputs(dtype)
+    right, number = oracle(inputs, case), CASES.index(case) + DTYPES.index(dtype)
     for size in (SIZES[number % 4], SIZES[(number + 1) % 4]):
-        assert_within_budget(run(inputs, case, sized(TILED, *size)), naive, right)
+        found = run(inputs, case, sized(TILED, *size))
+        assert_within_budget(found, naives_errors(case, dtype, "cpu"), right)
 
 
 @pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_naive_is_as_exact_as_torchs_own_and_means_the_same(dtype, case):
-    """What naive rounds more than torch would be in every other budget."""
+    """What naive rounds more than torch would be in every other budget. (In float32 torch's own is less exact on some
+    processors, so that only its meaning is tested.)"""
     inputs = case.inputs(dtype, DEVICE)
     inputs["dlse"].zero_()  # sdpa has no lse
     by_torch, naive, right = run(inputs, case, SDPA), run(inputs, case, NAIVE), oracle(inputs, case)
-    assert_within_budget({name: naive[name] for name in by_torch}, by_torch, right)
-    assert_within_budget(by_torch, naive, right)
+    found, right = ({name: x[name] for name in by_torch} for x in (naive, right))
+    assert_within_budget(found, naives_errors(case, dtype, DEVICE, "sdpa"), right)
+    if dtype == torch.float32:
+        assert_float64_right(by_torch, right, terms=case.keys + case.D)
+    else:
+        assert_within_budget(by_torch, naive, right)
 
 
 @FLASH
@@ -180,10 +179,17 @@ def test_keys_that_dominate_are_weighed_exactly(row, places, same_values, sized)
 
 
 @OURS
-def test_two_runs_give_the_same_bits(row):
-    case = Case(97, B=1, H_kv=1, window=64, dropout_p=0.1)
+def test_two_runs_give_the_same_bits_whatever_torchs_default_dtype_is(row):
+    case, found = Case(40, B=1, H=16, H_kv=1, D=16, window=30, dropout_p=0.1, alibi=True), []
     inputs = case.inputs(row.dtypes[0], row.device)
-    assert same_bits(*(run(inputs, case, row.config) for _ in range(2)))
+    for default in (torch.bfloat16, torch.float64):
+        alibi_slopes.cache_clear()
+        torch.set_default_dtype(default)
+        try:
+            found.append(run(inputs, case, row.config))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert same_bits(*found)
 
 
 LAYOUTS = {
@@ -197,39 +203,51 @@ LAYOUTS = {
 }
 
 
+def assert_the_same(inputs: dict[str, Tensor], plain: dict[str, Tensor], case: Case, config: AttentionConfig) -> None:
+    """The results of equal numbers in two layouts. Kernels give the same bits; torch's products add up in another
+    order, and in float64 that is far less than any other number would change."""
+    found, right = run(inputs, case, config), run(plain, case, config)
+    assert config.impl != "triton" or same_bits(found, right)
+    assert_float64_right(found, right, terms=case.keys + case.D)
+
+
+def of_layouts(row) -> tuple[Case, dict[str, Tensor]]:
+    case = Case(50, 70, H_kv=1, D=24)
+    return case, case.inputs(row.dtypes[0 if row.name == "triton" else -1], row.device)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @OURS
-def test_any_strides_give_the_same_bits(row, layout):
-    case = Case(50, 70, H_kv=1, D=24)
-    given = case.inputs(row.dtypes[0], row.device)
-    inputs = {name: layout(x) if x.ndim == 4 else x for name, x in given.items()}
+def test_any_strides_give_the_same(row, layout):
+    case, inputs = of_layouts(row)
+    inputs = {name: layout(x) if x.ndim == 4 else x for name, x in inputs.items()}
     plain = {name: x.clone(memory_format=torch.contiguous_format) for name, x in inputs.items()}
-    if row.name == "tiled" and layout is LAYOUTS["columns first"]:
-        inputs["do"] = plain["do"]  # delta would be summed in another order
-    assert same_bits(run(inputs, case, row.config), run(plain, case, row.config))
+    assert_the_same(inputs, plain, case, row.config)
 
 
 @OURS
 def test_what_lies_around_the_tensors_does_not_leak_in(row):
     """Rows before and after, and the columns between D and its power of two, are full of NaN; 0 * NaN is NaN."""
-    case = Case(70, 50, H_kv=1, D=24)
-    inputs = case.inputs(row.dtypes[0], row.device)
+    case, inputs = of_layouts(row)
     guarded = dict(inputs)
     for name in ("q", "k", "v", "do"):
         x = inputs[name]
         around = x.new_full((*x.shape[:2], x.shape[2] + 128, case.D + 8), torch.nan)
         guarded[name] = around[:, :, 64:-64, : case.D]
         guarded[name].copy_(x)
-    assert same_bits(run(guarded, case, row.config), run(inputs, case, row.config))
+    assert_the_same(guarded, inputs, case, row.config)
 
 
 @EVERY
 def test_autocast_does_not_reach_inside(row):
     """Sums in bf16 would lose small tiles."""
-    q = torch.randn(1, 2, 40, 64).to(row.device)
+    q = torch.randn(1, 2, 40, 64).to(row.device).requires_grad_()
     with torch.autocast(row.device, torch.bfloat16):
         inside = attention(q, q, q, row.config)
+        found = torch.autograd.grad(inside, q, q, retain_graph=True)[0]
     assert torch.equal(inside, attention(q, q, q, row.config))
+    if row.name != "naive":  # torch's own products, whose backward is not ours
+        assert torch.equal(found, torch.autograd.grad(inside, q, q)[0])
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
@@ -310,9 +328,9 @@ def test_the_op_is_registered_as_torch_wants_it(row, D, monkeypatch):
 def test_a_second_derivative_is_refused(row):
     """It would be wrong without a word otherwise: the backward is no function that autograd can differentiate."""
     q, k, v = (torch.randn(1, 2, 8, 16, device=row.device, requires_grad=True) for _ in "qkv")
-    (dq,) = torch.autograd.grad(attention(q, k, v, row.config).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dq.sum().backward()
+    for power in (1, 2):
+        with pytest.raises(RuntimeError, match="naive"):
+            torch.autograd.grad(attention(q, k, v, row.config).pow(power).sum(), q, create_graph=True)
 
 
 def test_naive_has_a_second_derivative():
@@ -396,6 +414,11 @@ REFUSED = {  # inputs, options of the configuration, arguments of attention(), w
     "documents of another length": ((X, X, X), {}, {"documents": zeros(1, 7).int()}, "(1, 7)"),
     "documents with fewer keys": ((zeros(1, 2, 9, 4), X, X), {}, {"documents": zeros(1, 8).int()}, "(1, 8)"),
     "documents of floats": ((X, X, X), {}, {"documents": zeros(1, 8)}, "float32"),
+    "a number as seed": ((X, X, X), {}, {"seed": 5}, "seed=5"),
+    "a seed of 32 bits": ((X, X, X), {}, {"seed": zeros(dtype=torch.int32)}, "int32"),
+    "a seed of floats": ((X, X, X), {}, {"seed": zeros()}, "seed=tensor(0.)"),
+    "a row of seeds": ((X, X, X), {}, {"seed": zeros(1, dtype=torch.int64)}, "seed=tensor([0])"),
+    "a seed elsewhere": ((X, X, X), {}, {"seed": torch.zeros((), dtype=torch.int64, device="meta")}, "cpu"),
     "a small picture": ((X, X, X), {"block_mask": ["x"], "block_mask_size": 7}, {}, "7 tokens of 8"),
     "auto": ((X, X, X), {"impl": "auto"}, {}, "auto"),
     "lse of sdpa": ((X, X, X), {"impl": "sdpa"}, {"return_lse": True}, "lse"),

@@ -4,6 +4,8 @@ On a GPU, or in Triton's interpreter, where a tile takes a few milliseconds what
 implementations share are in tests/test_attention.py.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
@@ -15,7 +17,18 @@ from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of,
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TILED, TRITON, sized
-from tests.reference import CASES, DTYPES, SEED, Case, assert_within_budget, case_name, oracle, run, visible
+from tests.reference import (
+    CASES,
+    DTYPES,
+    SEED,
+    Case,
+    assert_within_budget,
+    case_name,
+    naives_errors,
+    oracle,
+    run,
+    visible,
+)  # fmt: skip
 from tests.test_attention import LAYOUTS, OF_KERNELS, same_bits
 from tests.test_mask import of_tiles
 
@@ -39,9 +52,9 @@ def test_the_kernels_are_within_twice_naives_error(case, sized):
     number = CASES.index(case)
     # The interpreter draws dropout bits in fifty steps a tile.
     size = (128, 128) if case.dropout_p else OF_KERNELS[number // 3 % 4]
-    inputs = case.inputs(DTYPES[number % 3], DEVICE)
+    inputs, dtype = case.inputs(DTYPES[number % 3], DEVICE), DTYPES[number % 3]
     found = run(inputs, case, sized(TRITON, *size))
-    assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
+    assert_within_budget(found, naives_errors(case, dtype, DEVICE), oracle(inputs, case))
 
 
 @pytest.mark.parametrize("T", [224, 100], ids=["whole", "cut"])
@@ -177,6 +190,13 @@ def test_without_the_interpreter_a_cpu_is_refused(monkeypatch):
     launch.refuse.cache_clear()
     with pytest.raises(ValueError, match="cpu"):
         attention(*torch.zeros(3, 1, 1, 8, 16), TRITON)
+
+
+@INTERPRETED
+def test_the_interpreter_itself_is_refused_bfloat16_which_it_multiplies_wrongly():
+    code = "import torch; from model.attention import *; x = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)"
+    command = [sys.executable, "-c", f"{code}; attention(x, x, x, AttentionConfig('triton'))"]
+    assert "[torch.float32, torch.float16] here" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 # --- broken on purpose -----------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_a_broken_model_and_one_with_a_block_mask_are_sampled_without_a_cache(op
 
 def test_a_changed_softmax_samples_the_same_text_with_and_without_the_cache(monkeypatch):
     """A user's own attention is what samples too: one is added to the sum of the weights."""
-    model, idx = made("tiled"), prompts(2, 9)
+    model, idx = made("tiled", dtype=torch.float64), prompts(2, 9)
     whole, softmax = written(model, idx, 40), tiled.online_softmax
 
     def with_one_more(s: Tensor, m: Tensor, l: Tensor, broken: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
@@ -140,6 +140,18 @@ def test_a_changed_softmax_samples_the_same_text_with_and_without_the_cache(monk
     changed = [written(model, idx, 40, cache=cache) for cache in (True, False)]
     assert torch.equal(*changed)
     assert not torch.equal(changed[0], whole)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_are_refused_when_they_come(temperature):
+    """Not drawn from, which would be token 0 for ever."""
+    model, idx = made("tiled"), prompts(1, 4)
+    with torch.no_grad():
+        model.positions.weight[6] = torch.nan
+    tokens = generate(model, idx, 9, Sampler(temperature))
+    assert len([next(tokens) for _ in range(3)]) == 3
+    with pytest.raises(ValueError, match="NaN"):
+        next(tokens)
 
 
 def test_a_model_in_training_is_refused():
@@ -164,6 +176,7 @@ def drawn(sampler: Sampler, logits: Tensor = LOGITS, count: int = 400) -> set[in
         (Sampler(1.0), {0, 1, 2, 3}),
         (Sampler(1.0, top_k=2), {0, 1}),
         (Sampler(1.0, top_k=100), {0, 1, 2, 3}),
+        (Sampler(1e30, top_k=2), {0, 1}),
         (Sampler(1.0, top_p=0.75), {0, 1}),
         (Sampler(1.0, top_p=0.81), {0, 1, 2}),
         (Sampler(1.0, top_p=1e-6), {0}),
@@ -174,6 +187,11 @@ def drawn(sampler: Sampler, logits: Tensor = LOGITS, count: int = 400) -> set[in
 )
 def test_only_the_tokens_that_are_allowed_are_drawn(sampler, tokens):
     assert drawn(sampler) == tokens
+
+
+def test_a_temperature_without_end_is_refused():
+    with pytest.raises(ValueError, match="temperature=inf"):
+        Sampler(float("inf"), top_k=2)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -72,6 +72,30 @@ def test_gauges_are_what_they_are_said_to_be(config):
     assert_float64_right(in_tensors, expected, terms=90)
 
 
+def test_of_a_long_sequence_some_2048_rows_are_looked_at_evenly_spread(monkeypatch):
+    """All scores are equal, so the entropy of row i is log(i + 1)."""
+    T, rows, looked = 20_000, [], probe.weights
+    inputs = Case(T, B=1, H=1, D=8).inputs(torch.float32) | {"q": torch.zeros(1, 1, T, 8)}
+    monkeypatch.setattr(probe, "weights", lambda *args: rows.extend(args[2]) or looked(*args))
+    q, k, v = (inputs[name] for name in "qkv")
+    o = v.cumsum(2, dtype=torch.float64) / torch.arange(1, T + 1)[:, None]
+    found = gauges(Call(q, k, v, TILED, None, None, UNBROKEN, 0, o.float()))
+    assert len(set(rows)) == len(rows) <= probe.ROWS
+    assert min(rows) < 0.03 * T < 0.97 * T < max(rows)
+    assert float(found.entropy) == pytest.approx(sum(math.log(i + 1) for i in rows) / len(rows))
+    assert 0 < found.error < torch.finfo(torch.float32).eps
+
+
+def test_the_effect_in_a_long_sequence_is_that_on_its_first_rows(monkeypatch):
+    """Which see none of the others, so their o and dq are those of the whole."""
+    call = call_of(Case(200, B=1, H=1).inputs(torch.float32), broken="no_rescale", gradients=True)
+    monkeypatch.setattr(probe, "ROWS", 60)
+    right = attention(*(x.double() for x in (call.q, call.k, call.v)), NAIVE)[:, :, :60]
+    found = probe.worst(probe.effects([call]))
+    assert found["o"].broken == pytest.approx(float((call.o[:, :, :60] - right).norm() / right.norm()), rel=1e-3)
+    assert found["gradient"].more_than_rounding
+
+
 def test_the_headroom_of_fp16_ends_at_11():
     found = gauges(call_of(Case(20).inputs(torch.float16)))
     assert math.isclose(found.headroom + found.max_score, math.log(65504))

@@ -76,10 +76,34 @@ def test_the_pages_have_commands_of_every_script():
     assert {command.split(".")[0] for command in FIRST} == set(SCRIPTS)
 
 
-def test_what_readmes_diff_takes_out_stands_in_the_files():
+def changed() -> dict[str, str]:
+    """The files that README's diff changes, in its order, as they are afterwards."""
+    found = {}
     for part in re.split(r"^  (?=\w)", PAGES["README.md"].split("```diff\n")[1].split("```")[0], flags=re.M)[1:]:
-        code = (ROOT / re.split("[,;]", part)[0]).read_text(encoding="utf-8")
-        assert all(line[1:].strip() in code for line in part.splitlines() if line.startswith("-"))
+        head, *lines = part.splitlines()
+        name, (old, new) = head.split(",")[0], ("\n".join(x[2:] for x in lines if x[0] != sign) for sign in "+-")
+        before, place, after = (ROOT / name).read_text(encoding="utf-8").partition(old)
+        assert place, head
+        assert old not in after, head
+        found[name] = before + new + after
+    return found
+
+
+def test_what_readmes_diff_takes_out_stands_in_the_files():
+    assert len(changed()) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")
+def test_readmes_example_passes_its_two_commands(tmp_path):
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "cache"))
+    files = list(changed().items())
+    first, second = (span for span in spans(PAGES["README.md"]) if span.startswith("python -m pytest tests/test_"))
+    for part, command in ((files[:3], first), (files[3:], second)):
+        for name, code in part:
+            (tree / name).write_text(code, encoding="utf-8")
+        ended = subprocess.run(command.replace("python", sys.executable), shell=True, cwd=tree, capture_output=True)
+        assert ended.returncode == 0, ended.stdout.decode()[-2000:]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")

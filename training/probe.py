@@ -32,6 +32,7 @@ from training.step import TrainStep
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
 STEPS = (1, 10, 100, 1000)  # after which a broken run checks whether the failure acts
 BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
+ROWS = 2048  # looked at in a longer sequence: a probe of 64k would take hours
 EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
 
@@ -111,17 +112,19 @@ def wide(x: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def gauges(call: Call) -> Gauges:
-    """The gauges, computed from q, k and v in float64, some rows at a time. NaN in any input is NaN in the gauge."""
+    """The gauges, computed from q, k and v in float64, some rows at a time; of a long sequence from some ROWS rows,
+    evenly spread. NaN in any of their inputs is NaN in the gauge."""
     (B, H, T, _), columns = call.q.shape, range(call.k.shape[2])
     whole = call.problem(broken=())
     own = whole._replace(scale=call.problem().scale)  # no_scale changes it
     q, k, v, o = by_key_head(call.k.shape[1], *(x.to(wide(x)) for x in (call.q, call.k, call.v, call.o)))
     k, v = tile(k, columns), tile(v, columns)
-    parts, entropy, size = [], q.new_zeros(H), max(1, 2**22 // (B * H * len(columns)))
+    parts, entropies, size = [], [], min(64, max(1, 2**22 // (B * H * len(columns))))
+    step = -(-size * max(T, ROWS) // ROWS)  # from one group of rows to the next
     with torch.autocast(q.device.type, enabled=False):
-        for rows in (range(i, min(i + size, T)) for i in range(0, T, size)):
+        for rows in (range(i, min(i + size, T)) for i in range((step - size) // 2, T, step)):
             s, lse, p = weights(tile(q, rows), k, rows, columns, own)
-            entropy += torch.special.entr(p).view(B, H, -1).sum((0, 2)) / (B * T)
+            entropies.append(torch.special.entr(p).sum(-1).view(B, H, -1))
             right = p if own.scale == whole.scale else weights(tile(q, rows), k, rows, columns, whole)[2]
             z = tiled.dropout_factor(right, rows, columns, whole)
             right = (right if z is None else z * right) @ v
@@ -134,7 +137,7 @@ def gauges(call: Call) -> Gauges:
     headroom = torch.minimum(LIMIT - max_sum, math.log(torch.finfo(call.q.dtype).max) - max_score)
     drawn_by_torch = call.config.impl == "sdpa" and whole.seed is not None  # its mask cannot be repeated
     error = math.nan if drawn_by_torch else float((off / size_of_right.clamp(min=1e-300)).sqrt())
-    return Gauges(float(max_score), float(headroom), error, entropy)
+    return Gauges(float(max_score), float(headroom), error, torch.cat(entropies, -1).mean((0, 2)))
 
 
 def weights(q_i: Tensor, k: Tensor, rows: range, columns: range, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,9 +252,9 @@ def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Pl
 
 
 # --- does a failure act? It sleeps while the line that it takes out would change nothing.
-# Each call of a broken model is computed twice more from the same q, k, v, do and dropout mask: by tiled in float64,
-# and by the whole algorithm in the run's implementation and dtype, which is off by rounding alone. The failure acts if
-# the broken call is farther off than that.
+# The first ROWS tokens of each call of a broken model, which see no others, are computed again with the same dropout
+# mask: as they were, by tiled in float64, and by the whole algorithm in the run's implementation and dtype, which is
+# off by rounding alone. The failure acts if the broken call is farther off than that.
 class Effect(NamedTuple):
     """The error of a call's o, or of its dq, dk and dv together: |x - right| / |right|."""
 
@@ -271,8 +274,11 @@ def effects(calls: list[Call]) -> list[Effect]:
     is not finite, and sdpa with dropout, because only PyTorch knows its mask."""
     found = []
     for call in (call for call in calls if call.config.impl != "sdpa" or call.seed is None):
-        right, whole = computed(call, "tiled", wide(call.q)), computed(call, call.config.impl, call.q.dtype)
-        broken = [call.o, *call.gradients]
+        cut = {name: getattr(call, name)[:, :, :ROWS] for name in ("q", "k", "v", "do")}
+        call = replace(call, **cut, documents=None if call.documents is None else call.documents[:, :ROWS])
+        impl, dtype = call.config.impl, call.q.dtype
+        right, whole = computed(call, "tiled", wide(call.q)), computed(call, impl, dtype)
+        broken = computed(call, impl, dtype, call.break_it.broken)
         for of, part in (("o", slice(0, 1)), ("gradient", slice(1, 4))):
             if all(x.isfinite().all() for x in right[part]):
                 errors = (distance(x[part], right[part]) for x in (broken, whole))
@@ -280,13 +286,13 @@ def effects(calls: list[Call]) -> list[Effect]:
     return found
 
 
-def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
-    """o, dq, dk and dv of the call, computed by the whole algorithm."""
+def computed(call: Call, impl: str, dtype: torch.dtype, broken: tuple[str, ...] = ()) -> list[Tensor]:
+    """o, dq, dk and dv of the call, computed by the whole algorithm, or with what is broken."""
     assert call.do is not None, "a call with gradients is wanted"
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v))
-    config, whole = replace(call.config, impl=impl), replace(call.break_it, broken=())
+    config, break_it = replace(call.config, impl=impl), replace(call.break_it, broken=broken)
     with torch.enable_grad():
-        o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=whole)
+        o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=break_it)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.to(dtype))]
 
 
