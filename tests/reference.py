@@ -218,33 +218,19 @@ def error(found: Tensor, reference: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-@cache
-def naives_errors(case: Case, dtype: torch.dtype, device: str, impl: str = "naive") -> dict[str, float]:
-    """In float32 the largest of eight draws of the inputs: in one draw the error of a few rows may happen to be small
-    (0.5 % of tiled's results were over such a budget, and 0.006 % over this)."""
-    found: dict[str, float] = {}
-    for seed in range(8 if dtype == torch.float32 else 1):
-        inputs = case.inputs(dtype, device, seed)
-        if impl == "sdpa":
-            inputs["dlse"].zero_()  # it has no lse
-        right = oracle(inputs, case)
-        for name, x in run(inputs, case, AttentionConfig(impl)).items():
-            found[name] = max(found.get(name, 0.0), error(x, right[name]))
-    return found
-
-
 def largest(reference: Tensor) -> float:
     return float(reference.masked_fill(reference.isinf(), 0.0).abs().max()) if reference.numel() else 0.0
 
 
-def assert_within_budget(found: dict[str, Tensor], naive: dict[str, Any], reference: dict[str, Tensor]) -> None:
-    """Each result of found within 2 (naive's error + eps max |reference|), eps of the result's own dtype. naive: its
-    results, or their errors."""
-    for name in found:
-        right, eps, of_naive = reference[name], torch.finfo(found[name].dtype).eps, naive[name]
-        of_naive = error(of_naive, right) if isinstance(of_naive, Tensor) else of_naive
-        budget = 2 * (of_naive + eps * largest(right))
-        assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
+def assert_within_budget(found: Any, naive: Any, reference: Any) -> None:
+    """Each result of found within 2 (naive's error + eps max |reference|), eps of the result's own dtype. All three are
+    dicts, or lists of dicts, of several draws of the inputs: then the largest errors are compared."""
+    found, naive, reference = ([x] if isinstance(x, dict) else x for x in (found, naive, reference))
+    for name in found[0]:
+        off, of_naive = (max(error(x[name], r[name]) for x, r in zip(some, reference, strict=True))
+                         for some in (found, naive))  # fmt: skip
+        rounding = torch.finfo(found[0][name].dtype).eps * max(largest(right[name]) for right in reference)
+        assert off <= 2 * (of_naive + rounding), f"{name}: error {off:.3g} > {2 * (of_naive + rounding):.3g}"
 
 
 def assert_float64_right(found: dict[str, Tensor], reference: dict[str, Tensor], terms: int) -> None:

@@ -27,7 +27,6 @@ from tests.reference import (
     assert_float64_right,
     assert_within_budget,
     case_name,
-    naives_errors,
     oracle,
     run,
 )  # fmt: skip
@@ -58,30 +57,34 @@ def test_naive_and_tiled_are_the_definition_in_float64(case, sized):
         assert_float64_right(run(inputs, case, config), right, terms=case.keys + case.D)
 
 
+def draws(case: Case, dtype: torch.dtype, device: str) -> list[dict[str, Tensor]]:
+    """Several draws of the inputs: in one draw of float32 the error of a few rows may happen to be small, and which
+    draw that is depends on the processor."""
+    return [case.inputs(dtype, device, seed) for seed in range(8 if dtype == torch.float32 else 2)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, sized):
-    inputs = case.inputs(dtype)
-    right, number = oracle(inputs, case), CASES.index(case) + DTYPES.index(dtype)
-    for size in (SIZES[number % 4], SIZES[(number + 1) % 4]):
-        found = run(inputs, case, sized(TILED, *size))
-        assert_within_budget(found, naives_errors(case, dtype, "cpu"), right)
+    number, inputs = CASES.index(case) + DTYPES.index(dtype), draws(case, dtype, "cpu")
+    sizes = SIZES[number % 4], SIZES[(number + 1) % 4]
+    found = [run(x, case, sized(TILED, *sizes[i % 2])) for i, x in enumerate(inputs)]
+    assert_within_budget(found, [run(x, case, NAIVE) for x in inputs], [oracle(x, case) for x in inputs])
 
 
 @pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_naive_is_as_exact_as_torchs_own_and_means_the_same(dtype, case):
-    """What naive rounds more than torch would be in every other budget. (In float32 torch's own is less exact on some
-    processors, so that only its meaning is tested.)"""
-    inputs = case.inputs(dtype, DEVICE)
-    inputs["dlse"].zero_()  # sdpa has no lse
-    by_torch, naive, right = run(inputs, case, SDPA), run(inputs, case, NAIVE), oracle(inputs, case)
-    found, right = ({name: x[name] for name in by_torch} for x in (naive, right))
-    assert_within_budget(found, naives_errors(case, dtype, DEVICE, "sdpa"), right)
-    if dtype == torch.float32:
-        assert_float64_right(by_torch, right, terms=case.keys + case.D)
-    else:
-        assert_within_budget(by_torch, naive, right)
+    """What naive rounds more than torch would be in every other budget. (Torch's own may round more than naive, and in
+    float32 does on some processors.)"""
+    inputs = draws(case, dtype, DEVICE)
+    for x in inputs:
+        x["dlse"].zero_()  # sdpa has no lse
+    by_torch, naive = ([run(x, case, config) for x in inputs] for config in (SDPA, NAIVE))
+    right = [oracle(x, case) for x in inputs]
+    assert_within_budget([{name: x[name] for name in by_torch[0]} for x in naive], by_torch, right)
+    for x, r in zip(by_torch, right, strict=True):
+        assert_float64_right(x, {name: r[name] for name in x}, terms=case.keys + case.D)
 
 
 @FLASH
