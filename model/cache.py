@@ -32,11 +32,12 @@ class LayerCache:
 class KVCache:
     """model(idx, sequence=cache) runs the tokens idx (B, T) behind those that are held. Then call cache.advance(T)."""
 
-    def __init__(self, model, B: int):
+    def __init__(self, model, B: int, size: int | None = None):
+        """size: how many tokens it can hold. None: a whole context."""
         config, weight = model.config, model.embedding.weight
         device, low = weight.device, torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(device.type) if low else weight.dtype
-        shape = B, config.kv_heads, config.context_length, config.head_size
+        shape = B, config.kv_heads, size or config.context_length, config.head_size
         self.layers = [LayerCache(self, shape, dtype, device) for _ in model.blocks]
         self.length = 0  # tokens that are held; self.position has it on the device, for kernels/decode.py
         triton = model.attention_config.impl == "triton"

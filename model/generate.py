@@ -52,7 +52,7 @@ def generate(
     context, kv_cache, step = model.config.context_length, None, None
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
     if cache and not model.break_it.label and model.attention_config.block_mask is None:
-        kv_cache = KVCache(model, len(idx))
+        kv_cache = KVCache(model, len(idx), min(context, idx.shape[1] + count))
         if kv_cache.position is not None:
             step = Step(model, kv_cache, sampler, generator)
     text = idx[:, -context:]
