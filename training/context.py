@@ -130,7 +130,7 @@ def draw(found: np.ndarray, lengths: list[int], trained: Checkpoint) -> None:
 
     figure = Figure(figsize=(2.2 + 0.8 * len(lengths), 3.2), layout="constrained")
     axes = figure.add_subplot(xlabel="tokens of the text", ylabel="where the key was told, %")
-    figure.colorbar(axes.imshow(found, "RdYlGn", aspect="auto", vmin=0, vmax=1), label="keys found")
+    figure.colorbar(axes.imshow(found, "RdYlGn", aspect="auto", vmin=0, vmax=1, alpha=0.7), label="share found")
     for (down, across), share in np.ndenumerate(found):
         axes.text(across, down, f"{share:.0%}", ha="center", va="center")
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
