@@ -80,10 +80,11 @@ class Case:
         )
 
 
-# Odd on purpose: one row, primes, more keys than queries and the other way round (rows that see nothing), no tile size
-# that divides, head sizes that are no power of two.
+# Odd on purpose: one row, primes (not 2: of two causal rows one has dq, and the error of one is a matter of luck), more
+# keys than queries and the other way round (rows that see nothing), no tile size that divides, head sizes that are no
+# power of two.
 CASES = [
-    Case(2), Case(97), Case(128, D=64), Case(113, 203), Case(203, 113), Case(1, 97), Case(97, causal=False),
+    Case(5), Case(97), Case(128, D=64), Case(113, 203), Case(203, 113), Case(1, 97), Case(97, causal=False),
     Case(113, 203, causal=False, D=24), Case(130, window=2), Case(130, window=37), Case(203, 113, window=20),
     Case(113, 203, causal=False, window=40), Case(203, 113, causal=False, window=15), Case(96, H=6, H_kv=2),
     Case(97, H=4, H_kv=1, window=50, D=40), Case(130, dropout_p=0.1),
