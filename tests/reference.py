@@ -220,7 +220,7 @@ def error(found: Tensor, reference: Tensor) -> float:
 
 
 @cache
-def naives_errors(case: Case, dtype: torch.dtype, device: str, impl: str = "naive") -> dict[str, float]:
+def of_naive(case: Case, dtype: torch.dtype, device: str, impl: str = "naive") -> dict[str, float]:
     """In float32 the largest of eight draws of the inputs: in one draw the error of a few rows may happen to be small
     (0.5 % of tiled's results were over such a budget, and 0.006 % over this)."""
     found: dict[str, float] = {}
@@ -242,9 +242,9 @@ def assert_within_budget(found: dict[str, Tensor], naive: dict[str, Any], refere
     """Each result of found within 2 (naive's error + eps max |reference|), eps of the result's own dtype. naive: its
     results, or their errors."""
     for name in found:
-        right, eps, of_naive = reference[name], torch.finfo(found[name].dtype).eps, naive[name]
-        of_naive = error(of_naive, right) if isinstance(of_naive, Tensor) else of_naive
-        budget = 2 * (of_naive + eps * largest(right))
+        right, eps, its_error = reference[name], torch.finfo(found[name].dtype).eps, naive[name]
+        its_error = error(its_error, right) if isinstance(its_error, Tensor) else its_error
+        budget = 2 * (its_error + eps * largest(right))
         assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
 
 

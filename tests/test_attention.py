@@ -27,7 +27,7 @@ from tests.reference import (
     assert_float64_right,
     assert_within_budget,
     case_name,
-    naives_errors,
+    of_naive,
     oracle,
     run,
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, sized)
     right, number = oracle(inputs, case), CASES.index(case) + DTYPES.index(dtype)
     for size in (SIZES[number % 4], SIZES[(number + 1) % 4]):
         found = run(inputs, case, sized(TILED, *size))
-        assert_within_budget(found, naives_errors(case, dtype, "cpu"), right)
+        assert_within_budget(found, of_naive(case, dtype, "cpu"), right)
 
 
 @pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
@@ -77,7 +77,7 @@ def test_naive_is_as_exact_as_torchs_own_and_means_the_same(dtype, case):
     inputs["dlse"].zero_()  # sdpa has no lse
     by_torch, naive, right = run(inputs, case, SDPA), run(inputs, case, NAIVE), oracle(inputs, case)
     found, right = ({name: x[name] for name in by_torch} for x in (naive, right))
-    assert_within_budget(found, naives_errors(case, dtype, DEVICE, "sdpa"), right)
+    assert_within_budget(found, of_naive(case, dtype, DEVICE, "sdpa"), right)
     if dtype == torch.float32:
         assert_float64_right(by_torch, right, terms=case.keys + case.D)
     else:

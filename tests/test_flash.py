@@ -17,18 +17,7 @@ from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of,
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TILED, TRITON, sized
-from tests.reference import (
-    CASES,
-    DTYPES,
-    SEED,
-    Case,
-    assert_within_budget,
-    case_name,
-    naives_errors,
-    oracle,
-    run,
-    visible,
-)  # fmt: skip
+from tests.reference import CASES, DTYPES, SEED, Case, assert_within_budget, case_name, of_naive, oracle, run, visible
 from tests.test_attention import LAYOUTS, OF_KERNELS, same_bits
 from tests.test_mask import of_tiles
 
@@ -54,7 +43,7 @@ def test_the_kernels_are_within_twice_naives_error(case, sized):
     size = (128, 128) if case.dropout_p else OF_KERNELS[number // 3 % 4]
     inputs, dtype = case.inputs(DTYPES[number % 3], DEVICE), DTYPES[number % 3]
     found = run(inputs, case, sized(TRITON, *size))
-    assert_within_budget(found, naives_errors(case, dtype, DEVICE), oracle(inputs, case))
+    assert_within_budget(found, of_naive(case, dtype, DEVICE), oracle(inputs, case))
 
 
 @pytest.mark.parametrize("T", [224, 100], ids=["whole", "cut"])
