@@ -161,7 +161,7 @@ def tiles(impl: str, inputs: Inputs, dtype: torch.dtype) -> tuple[int, int]:
     from kernels.launch import tiles_for
 
     q, k, *_ = inputs.rounded(dtype, device_of(impl))
-    seed = None if inputs.seed is None else torch.tensor(inputs.seed)
+    seed = None if inputs.seed is None else torch.tensor(inputs.seed, device=q.device)
     config = AttentionConfig("triton", **inputs.options)
     return tiles_for("forward", q, problem_of(q, k, k, config, seed=seed))[:2]
 

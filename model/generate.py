@@ -47,7 +47,7 @@ class Sampler:
 def generate(
     model: GPT, idx: Tensor, count: int, sampler: Sampler, generator: torch.Generator | None = None, cache: bool = True
 ) -> Iterator[Tensor]:
-    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError if logits are NaN."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError for logits of NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context, kv_cache, step = model.config.context_length, None, None
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -66,7 +66,8 @@ def generate(
             token = step()
         else:
             logits = model(new, sequence=kv_cache)[:, -1]
-            if (made == 0 or not logits.is_cuda) and logits.isnan().any():  # after the prompt a GPU would be waited for
+            # A broken model may show it. After the prompt the host would wait for a GPU.
+            if (made == 0 or not logits.is_cuda) and not model.break_it.label and logits.isnan().any():
                 raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")
             token = sampler.choose(logits, generator)
             if kv_cache is not None:
