@@ -17,17 +17,7 @@ from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of,
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TILED, TRITON, sized
-from tests.reference import (
-    CASES,
-    DTYPES,
-    SEED,
-    Case,
-    assert_within_budget,
-    case_name,
-    oracle,
-    run,
-    visible,
-)  # fmt: skip
+from tests.reference import CASES, DTYPES, SEED, Case, assert_within_budget, case_name, oracle, run, visible
 from tests.test_attention import LAYOUTS, OF_KERNELS, same_bits
 from tests.test_mask import of_tiles
 
