@@ -123,14 +123,10 @@ def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp
     assert seen == [[END, *prompt.encode()]] * 3
 
 
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [
-        ([*b"one", END, *b"two"], "one"),  # where the model ends the document
-        (CHARACTERS.encode(), CHARACTERS),
-        (b"ab\xe2\x82", "ab\ufffd"),  # a character that was never finished
-    ],
-)
+@pytest.mark.parametrize(("tokens", "text"), [
+    ([*b"one", END, *b"two"], "one"), (CHARACTERS.encode(), CHARACTERS),  # where the model ends the document
+    (b"ab\xe2\x82", "ab\ufffd"),  # a character that was never finished
+])  # fmt: skip
 def test_characters_are_written_whole(write, run, tokens, text):
     keep(run, parrot([*tokens, END]))
     assert write("max_new_tokens=60") == text + "\n"
