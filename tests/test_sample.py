@@ -104,9 +104,8 @@ def test_a_typed_prompt_means_itself_to_hydra():
     prompts += ["".join(draw.choices("\\\\'\"${}a, =[]:\n\t#%", k=draw.randrange(9))) for _ in range(1000)]
     paths = ["naïve file (1).txt", "run[1]", "é", "*.txt", "~/x", "1e3", "a,b=c", "-", "a/b.txt"]
     for key, text in [("prompt", prompt) for prompt in prompts] + [("data.path", path) for path in paths]:
-        (override,) = OverridesParser.create().parse_overrides(
-            [config.quoted(f"{key}={text}", {"prompt", "data.path"})]
-        )
+        quoted = config.quoted(f"{key}={text}", {"prompt", "data.path"})
+        (override,) = OverridesParser.create().parse_overrides([quoted])
         assert OmegaConf.create({"text": override.value()}).text == text
     for argument in ("data.path='a b'", 'data.path="a b"', "steps=1", "name=a b"):
         assert config.quoted(argument, {"data.path"}) == argument
