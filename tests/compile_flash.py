@@ -31,11 +31,8 @@ from kernels.problem import Problem
 
 ARCH, SHARED, CASES = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 # As much of a driver as compiling asks for.
-DRIVER = SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", ARCH, 32),
-)
+DRIVER = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+                         get_current_target=lambda: GPUTarget("cuda", ARCH, 32))  # fmt: skip
 
 
 def compile_only(self, *args, grid, warmup, **options):
@@ -45,18 +42,12 @@ def compile_only(self, *args, grid, warmup, **options):
         return kernel
     ptx = kernel.asm["ptx"]
     log = logs.setdefault(ptx, log.getvalue())  # of a kernel that two cases have, ptxas reports once
-    found.append(
-        {
-            "kernel": self.__name__,
-            "case": case,
-            "shared": kernel.metadata.shared,
-            "spills": 0 if case[1] == "float32" else int(re.search(r"(\d+) bytes spill stores", log)[1]),
-            "wgmma": ptx.count("wgmma.mma_async"),
-            "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
-            "triton": triton.__version__,
-            "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
-        }
-    )
+    found.append({
+        "kernel": self.__name__, "case": case, "shared": kernel.metadata.shared, "triton": triton.__version__,
+        "spills": 0 if case[1] == "float32" else int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
+        "wgmma": ptx.count("wgmma.mma_async"), "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
+    })  # fmt: skip
     return kernel
 
 
@@ -119,13 +110,10 @@ def a_token(dtype: str, D: int) -> None:
 
 
 CALLS = {
-    "attention": attention,
-    "dropout": partial(attention, **DROPOUT),
+    "attention": attention, "dropout": partial(attention, **DROPOUT), "decode": a_token,
     "loss": lambda dtype, V: loss_in_place(empty(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), -1, True),
-    "decode": a_token,
-    "hopper forward": hopper_forward,
-    "hopper backward": hopper_backward,
-}
+    "hopper forward": hopper_forward, "hopper backward": hopper_backward,
+}  # fmt: skip
 logs: dict[str, str] = {}
 found: list[dict] = []
 for case in CASES:

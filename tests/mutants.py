@@ -111,8 +111,7 @@ TABLE = {
         ("bits per byte are per token", "nats / math.log(2) / size", "nats / math.log(2) / tokens", "train"),
         ("the data begins anew on resume", "loader.load_state_dict(", "str(", "resume")],
     "sample.py": [("all samples have one seed", "prompt, cfg.seed + number)", "prompt, cfg.seed)", "sample")],
-    "data/dataset.py": [
-        ("a later file's documents have its own starts", "[begin + found for", "[found for", "data")],
+    "data/dataset.py": [("a later file's documents have its own starts", "[begin + found for", "[found for", "data")],
     "data/loader.py": [
         ("all ranks have one batch", "self.position + self.rank * self.batch_size", "self.position", "data"),
         ("the last window is left out", "// (stride or context_length) + 1", "// (stride or context_length)", "data")],
@@ -121,8 +120,7 @@ TABLE = {
          "data")],
     "data/tokenizer.py": [
         ("a text's end-of-text ends a document", "disallowed_special=())", 'allowed_special="all")', "tokenizer")],
-    "lab/prediction.py": [
-        ("the lab's stale seed is the right one", "self.seed + 1", "self.seed", "breakit")],
+    "lab/prediction.py": [("the lab's stale seed is the right one", "self.seed + 1", "self.seed", "breakit")],
 }  # fmt: skip
 FAULTS = [Fault(file, *row) for file, rows in TABLE.items() for row in rows]
 
@@ -138,9 +136,8 @@ def plant(fault: Fault) -> str:
         text = (tree / fault.file).read_text(encoding="utf-8")
         (tree / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", "-m", marks, *tests]
-        ended = subprocess.run(
-            command, cwd=tree, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-        )
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, text=True)
     if ended.returncode not in (0, 1):  # such as a fault that cannot be imported, which any test would notice
         return f"NOT NOTICED, pytest ended with {ended.returncode}: {ended.stdout[-500:]}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)

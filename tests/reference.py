@@ -74,10 +74,8 @@ class Case:
     def configure(self, config: AttentionConfig) -> AttentionConfig:
         """config with the options of this case."""
         names = ("window", "dropout_p", "alibi", "softcap", "softmax_scale")
-        blocks = None if self.blocks is None else list(self.blocks)
-        return replace(
-            config, **{name: getattr(self, name) for name in names}, block_mask=blocks, block_mask_size=BLOCK
-        )
+        given = {name: getattr(self, name) for name in names}
+        return replace(config, **given, block_mask=self.blocks and list(self.blocks), block_mask_size=BLOCK)
 
 
 # Odd on purpose: one row, primes, more keys than queries and the other way round (rows that see nothing), no tile size

@@ -13,23 +13,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lab.meter import PeakBytes
+from lab.trace import worked_example
 from model import attention as attention_module
 from model.attention import HOPPER_FROM, AttentionConfig, alibi_slopes, attention, flash_attention, resolve
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
 from tests.implementations import CUDA, DEVICE, HALVES, NAIVE, ROWS, SDPA, TILED, over, param, sized
-from tests.reference import (
-    CASES,
-    DTYPES,
-    FOR_SDPA,
-    SEED,
-    Case,
-    assert_float64_right,
-    assert_within_budget,
-    case_name,
-    oracle,
-    run,
-)  # fmt: skip
+from tests.reference import CASES, DTYPES, FOR_SDPA, SEED, Case, case_name, oracle, run
+
+# isort: split
+from tests.reference import assert_float64_right, assert_within_budget
 
 __all__ = ["sized"]  # a fixture
 # NumPy's warning in Triton's interpreter about log(0) of a row that sees nothing, which is -inf on purpose.
@@ -371,30 +364,17 @@ def test_tiled_never_holds_as_much_as_a_tensor_of_t_by_t():
 
 # --- the worked example of docs/attention.md -------------------------------------------------------------------------
 
-# "the cat sat on the mat": five tokens, D = 4, no mask, tiles of two keys.
-CAT = {
-    "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
-    "k": [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
-    "v": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
-}
+# "the cat sat on the mat": five tokens, D = 4, no mask, tiles of two keys. lab/trace.py has q, k and v.
 CAT_M = [1.0, 1.5, 1.0, 1.0, 0.75]
 CAT_L = [3.3597, 2.4840, 3.9919, 3.1875, 4.1152]
-CAT_OUTPUT = [
-    [0.2254, 0.4135, 0.2964, 0.2964],
-    [0.4602, 0.1475, 0.3018, 0.2058],
-    [0.2495, 0.3481, 0.3481, 0.2495],
-    [0.2854, 0.2854, 0.2106, 0.4089],
-    [0.3108, 0.3108, 0.3108, 0.3108],
-]
-
-
-def cat() -> list[Tensor]:
-    return [torch.tensor(CAT[name], dtype=torch.float64).view(1, 1, 5, 4) for name in "qkv"]
+CAT_OUTPUT = [[0.2254, 0.4135, 0.2964, 0.2964], [0.4602, 0.1475, 0.3018, 0.2058], [0.2495, 0.3481, 0.3481, 0.2495],
+              [0.2854, 0.2854, 0.2106, 0.4089], [0.3108, 0.3108, 0.3108, 0.3108]]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [NAIVE, replace(TILED, block_m=2, block_n=2)], ids=["naive", "tiled"])
 def test_the_worked_example_has_its_output_and_lse(config):
-    o, lse = attention(*cat(), config, causal=False, return_lse=True)
+    q, k, v = (x.double()[None, None] for x in worked_example()[1:4])
+    o, lse = attention(q, k, v, config, causal=False, return_lse=True)
     assert (o[0, 0] - torch.tensor(CAT_OUTPUT)).abs().max() <= 5e-5  # half of the last of four places
     for found, m, l in zip(lse.flatten().tolist(), CAT_M, CAT_L, strict=True):
         assert math.log(l - 5e-5) <= found - m <= math.log(l + 5e-5)  # l is known to half of its last place
@@ -486,16 +466,3 @@ def test_a_failure_is_refused_where_there_is_nothing_to_remove(name):
             continue
         with pytest.raises(ValueError, match=name):
             attention(X, X, X, config, break_it=BreakIt(name))
-
-
-IDLE = [
-    ("no_scale", {"softmax_scale": 0.3}),
-    ("local_mask", {"window": 4}),
-    ("stale_seed", {}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), IDLE, ids=str)
-def test_a_failure_that_would_change_nothing_is_refused(name, options):
-    with pytest.raises(ValueError, match=name):
-        attention(X, X, X, replace(TILED, **options), break_it=BreakIt(name))

@@ -176,34 +176,22 @@ def test_each_failure_can_be_typed_as_a_group():
     assert {path.stem for path in (CONF / "break_it").glob("*.yaml")} == {"none", *FAILURES}
 
 
-@pytest.mark.parametrize(
-    ("broken", "label"),
-    [
-        *((BreakIt(name), name) for name in FAILURES),
-        (BreakIt(), ""),
-        (BreakIt("none"), ""),
-        (BreakIt("no_max", 8.0), "no_max+gain_8"),
-        (BreakIt(["stale_seed", "local_mask"]), "local_mask+stale_seed"),
-        (BreakIt(["none", *PARTS["no_rescale"]]), "no_rescale"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "label"), [
+    *((BreakIt(name), name) for name in FAILURES), (BreakIt(), ""), (BreakIt("none"), ""),
+    (BreakIt("no_max", 8.0), "no_max+gain_8"), (BreakIt(["stale_seed", "local_mask"]), "local_mask+stale_seed"),
+    (BreakIt(["none", *PARTS["no_rescale"]]), "no_rescale"),
+])  # fmt: skip
 def test_what_is_broken_has_a_name(broken, label):
     assert broken.label == label
     assert broken == BreakIt(broken.broken, broken.score_gain)
 
 
-@pytest.mark.parametrize(
-    ("config", "failure", "options"),
-    [
-        (replace(TILED, softmax_scale=0.5), "no_scale", {}),
-        (TILED, "local_mask", {"causal": False}),
-        (replace(TILED, window=4), "local_mask", {}),
-        (replace(TILED, block_mask=["x"]), "local_mask", {}),
-        (TILED, "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}),
-        (TILED, "stale_seed", {}),
-        (AttentionConfig("sdpa"), "no_max", {}),
-    ],
-)
+@pytest.mark.parametrize(("config", "failure", "options"), [
+    (replace(TILED, softmax_scale=0.5), "no_scale", {}), (TILED, "local_mask", {"causal": False}),
+    (replace(TILED, window=4), "local_mask", {}), (replace(TILED, block_mask=["x"]), "local_mask", {}),
+    (TILED, "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}), (TILED, "stale_seed", {}),
+    (AttentionConfig("sdpa"), "no_max", {}),
+])  # fmt: skip
 def test_a_failure_is_refused_where_it_has_nothing_to_remove(config, failure, options):
     with pytest.raises(ValueError, match=f"^break_it={failure}: "):
         attention(*torch.zeros(3, 1, 1, 8, 4), config, break_it=BreakIt(failure), **options)

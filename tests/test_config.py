@@ -39,42 +39,23 @@ def test_ones_own_text_gets_the_default_recipe():
     assert replace(text, data=default.data) == default
 
 
-MISTAKES = {
-    "lr=1e-3": "optimizer.lr=1e-3",
-    "max_iters=100": "steps=100",  # nanoGPT's
-    "--block_size=64": "model.context_length=64",
-    "config/train_gpt2.py": "experiment=gpt2_124m",
-    "resume=": "resume=",
-    "init_from=": "init_from=",
-    "--lr=1e-3": "key=value",
-    "stpes=100": "steps=100",
-    "notes.txt": "key=value",
-    "--steps 5": "steps=",
-    "data=notes.txt": "pystdlib",
-    "steps=abc": "abc",
-    "steps=1.5": "1.5",
-    "model=gpt3": "nano",
-    "break_it=nothing": "no_max",
-    "optimizer.lr=-1": "above 0",
-    "steps=0": "at least 1",
-    "optimizer.kind=sgd": "adamw, muon",
-    "model.n_head=5": "n_embd",
-    "data.path=/nowhere": "/nowhere",
-    "tokens_per_step=100": "multiple of 128",
-    "name=a:b": "name=a:b",
-    "model.recompute=selective attention=naive": "model.recompute=true",
-    "attention=triton model.n_embd=1024": "tiled",
-    "attention=sdpa attention.windows=[null,8]": "sdpa",
-    "attention=sdpa attention.documents=true": "sdpa",
+MISTAKES = {  # what is typed, and what the error names
+    "lr=1e-3": "optimizer.lr=1e-3", "max_iters=100": "steps=100",  # nanoGPT's
+    "--block_size=64": "model.context_length=64", "config/train_gpt2.py": "experiment=gpt2_124m",
+    "resume=": "resume=", "init_from=": "init_from=",
+    "--lr=1e-3": "key=value", "stpes=100": "steps=100", "notes.txt": "key=value", "--steps 5": "steps=",
+    "data=notes.txt": "pystdlib", "steps=abc": "abc", "steps=1.5": "1.5", "model=gpt3": "nano",
+    "break_it=nothing": "no_max", "optimizer.lr=-1": "above 0", "steps=0": "at least 1",
+    "optimizer.kind=sgd": "adamw, muon", "model.n_head=5": "n_embd", "data.path=/nowhere": "/nowhere",
+    "tokens_per_step=100": "multiple of 128", "name=a:b": "name=a:b",
+    "model.recompute=selective attention=naive": "model.recompute=true", "attention=triton model.n_embd=1024": "tiled",
+    "attention=sdpa attention.windows=[null,8]": "sdpa", "attention=sdpa attention.documents=true": "sdpa",
     "break_it=local_mask attention=tiled attention.windows=[null,8]": "causal mask",
     "break_it=local_mask attention=tiled attention.documents=true": "causal mask",
-    "break_it=stale_seed": "attention.dropout_p",
-    "compile=graph": "compile=auto",
-    "resume=nobody": "nobody",
-    "init_from=nobody": "nobody",
-    "device=cuda:77": "device=cuda:77",
+    "break_it=stale_seed": "attention.dropout_p", "compile=graph": "compile=auto", "resume=nobody": "nobody",
+    "init_from=nobody": "nobody", "device=cuda:77": "device=cuda:77",
     "model.context_length=1000000": "model.context_length",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", MISTAKES)

@@ -15,18 +15,11 @@ from kernels import decode as decode_module
 pytestmark = ON_GPU
 # Odd on purpose, as in tests/reference.py. With few keys most splits have none.
 DECODED = [
-    Case(1, 1, B=4),
-    Case(1, 2, B=4),
-    Case(1, 97, B=4),
-    Case(1, 203, D=64, B=1, H=8),
-    Case(1, 130, B=1, H=20, H_kv=1, D=16),
-    Case(1, 97, H=6, H_kv=2, D=24),
-    Case(1, 150, H=6, H_kv=2, D=16, alibi=True),
-    Case(1, 113, softcap=0.7, softmax_scale=0.5, D=40, H_kv=1),
-    Case(1, 150, sigma=4.0, B=4),
-    Case(1, 150, window=40),
+    Case(1, 1, B=4), Case(1, 2, B=4), Case(1, 97, B=4), Case(1, 203, D=64, B=1, H=8),
+    Case(1, 130, B=1, H=20, H_kv=1, D=16), Case(1, 97, H=6, H_kv=2, D=24), Case(1, 150, H=6, H_kv=2, D=16, alibi=True),
+    Case(1, 113, softcap=0.7, softmax_scale=0.5, D=40, H_kv=1), Case(1, 150, sigma=4.0, B=4), Case(1, 150, window=40),
     Case(1, 30, window=40, H=4, H_kv=2),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DECODED, ids=case_name)

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -14,13 +15,10 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if CUDA else [
 COMPILES = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "words"), [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+])  # fmt: skip
 def test_philox_gives_random123s_known_answers(counter, key, words):
     assert tuple(int(w) for w in philox(tuple(torch.tensor(c) for c in counter), key, rounds=10)) == words
 
@@ -31,10 +29,9 @@ def test_philox_gives_random123s_known_answers(counter, key, words):
 def test_the_mask_of_any_tile_is_its_definition_weight_by_weight(row, column, R, S, seed, device):
     """(n*T + row)*T + column in 32 bits would repeat the mask from T = 18,919 on with 12 heads."""
     mask = keep_mask(torch.tensor(seed, device=device), 3, range(row, row + R), range(column, column + S), 0.3)
-    right = [
-        [[reference.keep(seed, n, row + i, column + j, 0.3) for j in range(S)] for i in range(R)] for n in range(3)
-    ]
-    assert torch.equal(mask.cpu(), torch.tensor(right))
+    places = product(range(3), range(row, row + R), range(column, column + S))
+    right = torch.tensor([reference.keep(seed, *place, 0.3) for place in places])
+    assert torch.equal(mask.cpu(), right.view(3, R, S))
 
 
 @pytest.mark.parametrize("dropout_p", [0.002, 0.1, 0.5, 0.9])

@@ -272,17 +272,10 @@ def test_parameter_counts_of_the_presets():
     assert 100e6 < sizes["modern-124m"] < 130e6
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"n_head": 5}, "n_head=5"),
-        ({"n_kv_head": 3}, "n_kv_head=3"),
-        ({"n_head": 32, "position": "rope"}, "is odd"),
-        ({"mlp": "relu"}, "relu"),
-        ({"context_length": 63}, "64 tokens"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "named"), [
+    ({"n_head": 5}, "n_head=5"), ({"n_kv_head": 3}, "n_kv_head=3"), ({"n_head": 32, "position": "rope"}, "is odd"),
+    ({"mlp": "relu"}, "relu"), ({"context_length": 63}, "64 tokens"),
+], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_refused(fields, named):
     with pytest.raises(ValueError, match=named):
         gpt("naive", **fields)(torch.zeros(1, 64, dtype=torch.int64))

@@ -55,14 +55,11 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 VALUES = [
-    Case(300, B=1, H=2, H_kv=1, D=64),
-    Case(203, 113, B=1, D=128),
-    Case(97, 150, B=1, D=64, causal=False, dropout_p=0.3),
-    Case(140, B=1, D=128, dropout_p=0.1),
-    Case(300, B=1, H=1, D=64, window=70),
+    Case(300, B=1, H=2, H_kv=1, D=64), Case(203, 113, B=1, D=128), Case(140, B=1, D=128, dropout_p=0.1),
+    Case(97, 150, B=1, D=64, causal=False, dropout_p=0.3), Case(300, B=1, H=1, D=64, window=70),
     Case(200, B=2, H=1, D=128, documents=(140, 0, 60)),
     Case(128, 129, B=1, H=1, D=64, window=2),  # only the last row sees a key of the last tile
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", VALUES, ids=case_name)
@@ -109,12 +106,8 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
 
 # --- the order of jobs and copies ------------------------------------------------------------------------------------
 
-FORWARD = [
-    Case(400, D=64, B=1, H_kv=1),
-    Case(456, 2120, D=64, B=1, H=1),
-    Case(260, D=128, B=1),
-    Case(500, D=64, B=1, H=1, window=70),
-]
+FORWARD = [Case(400, D=64, B=1, H_kv=1), Case(456, 2120, D=64, B=1, H=1), Case(260, D=128, B=1)]
+FORWARD += [Case(500, D=64, B=1, H=1, window=70)]
 BACKWARD = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2)]
 BACKWARD += [replace(case, dropout_p=0.1) for case in BACKWARD]
 ORDERS = [(forward, case) for case in FORWARD] + [(backward, case) for case in BACKWARD]
@@ -173,20 +166,15 @@ def test_some_order_shows_a_wait_that_is_missing(wait):
 
 BOTH, FIRST, NONE = ("hopper", "hopper"), ("hopper", "portable"), ("portable", "portable")
 CALLS = [
-    (Case(600, D=64), BF16, UNBROKEN, BOTH),
-    (Case(600, D=128, causal=False), torch.float16, UNBROKEN, BOTH),
-    (Case(600, D=64, dropout_p=0.1), BF16, UNBROKEN, BOTH),
-    (Case(600, D=64, window=8), BF16, UNBROKEN, FIRST),
+    (Case(600, D=64), BF16, UNBROKEN, BOTH), (Case(600, D=128, causal=False), torch.float16, UNBROKEN, BOTH),
+    (Case(600, D=64, dropout_p=0.1), BF16, UNBROKEN, BOTH), (Case(600, D=64, window=8), BF16, UNBROKEN, FIRST),
     (Case(600, D=64, documents=(600,)), BF16, UNBROKEN, FIRST),
     (Case(600, D=64, dropout_p=0.1, window=512), BF16, UNBROKEN, FIRST),
     (Case(600, D=64, dropout_p=0.1, window=511), BF16, UNBROKEN, NONE),  # slower
-    (Case(600, D=64), torch.float32, UNBROKEN, NONE),
-    (Case(600, D=80), BF16, UNBROKEN, NONE),
-    (Case(600, D=64, softcap=2.0), BF16, UNBROKEN, NONE),
-    (Case(600, D=64, alibi=True), BF16, UNBROKEN, NONE),
-    (Case(200, D=64, blocks=PICTURE), BF16, UNBROKEN, NONE),
-    (Case(600, D=64), BF16, BreakIt("no_rescale_sum"), NONE),
-]
+    (Case(600, D=64), torch.float32, UNBROKEN, NONE), (Case(600, D=80), BF16, UNBROKEN, NONE),
+    (Case(600, D=64, softcap=2.0), BF16, UNBROKEN, NONE), (Case(600, D=64, alibi=True), BF16, UNBROKEN, NONE),
+    (Case(200, D=64, blocks=PICTURE), BF16, UNBROKEN, NONE), (Case(600, D=64), BF16, BreakIt("no_rescale_sum"), NONE),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "dtype", "break_it", "taken"), CALLS, ids=str)

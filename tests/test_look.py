@@ -99,9 +99,8 @@ def test_the_page_of_a_run_has_its_text_and_every_head(call, runs, tmp_path):
 
 
 def test_the_page_of_a_broken_run_says_so(call, runs, tmp_path):
-    said = call(
-        breakit, "look=true", "run=odd-BROKEN-no_rescale", f"runs={runs}", f"out={tmp_path}/look.html", "prompt=a"
-    )
+    typed = "run=odd-BROKEN-no_rescale", f"runs={runs}", f"out={tmp_path}/look.html", "prompt=a"
+    said = call(breakit, "look=true", *typed)
     assert said.out.startswith("BROKEN[no_rescale] ")
     assert data_of(tmp_path / "look.html")["broken"] == "no_rescale"
 

@@ -28,9 +28,8 @@ def test_a_cpus_memory_is_the_processs():
 
 
 def test_a_device_that_is_not_there_is_one_line_with_a_way_out():
-    with pytest.raises(ValueError, match="device=cpu") as caught:
+    with pytest.raises(ValueError, match=r"\A.*device=cpu\Z"):
         machine.pick_device("cuda:99")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_cpu_trains_in_float32_and_16_bits_are_by_autocast():
@@ -39,12 +38,6 @@ def test_a_cpu_trains_in_float32_and_16_bits_are_by_autocast():
     assert isinstance(machine.set_precision("float32", cpu), nullcontext)
     with machine.set_precision("bf16", cpu):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-def test_about_names_commit_versions_and_device():
-    found = machine.about(torch.device("cpu"))
-    assert found["torch"] == torch.__version__
-    assert set(found) == {"commit", "python", "torch", "triton", "device", "threads"}
 
 
 def test_a_table_of_runs_has_the_best_first_and_what_was_typed(call, small, tmp_path):

@@ -22,13 +22,8 @@ from training.parallel import ParallelConfig, Ranks, join
 ROOT = Path(__file__).resolve().parents[1]
 
 # Gradients in float64: there another order of sums is far below what a wrong position, mask or sum makes.
-LAYOUTS = {
-    "one": (1, {}),
-    "data2": (2, {}),
-    "shard2": (2, {"shard": True}),
-    "context2": (2, {"context": 2}),
-    "both4": (4, {"context": 2, "shard": True}),
-}
+LAYOUTS = {"one": (1, {}), "data2": (2, {}), "shard2": (2, {"shard": True}), "context2": (2, {"context": 2})}
+LAYOUTS |= {"both4": (4, {"context": 2, "shard": True})}
 MODELS = {
     "naive": ({}, {"impl": "naive"}),
     "gqa": ({"n_kv_head": 2, "position": "rope", "qk_norm": True}, {"impl": "tiled", "windows": [40, None]}),
@@ -41,20 +36,14 @@ STEPS += ["sample_every=4", "sample_tokens=8", "optimizer.grad_clip=0", "optimiz
 CLIP, SHARD, CONTEXT = "optimizer.grad_clip=1", "parallel.shard=true", "parallel.context=2"
 DROPOUT = [CLIP, "model.dropout_p=0.1", "attention.dropout_p=0.1"]
 RUNS = {
-    "one": (1, []),
-    "data2": (2, []),
-    "shard2": (2, [SHARD]),
-    "context2": (2, [CONTEXT]),
+    "one": (1, []), "data2": (2, []), "shard2": (2, [SHARD]), "context2": (2, [CONTEXT]),
     "data2_on_one": (1, ["resume=RUNS/data2/checkpoints/step_000002"]),
     "shard2_on_one": (1, ["resume=RUNS/shard2/checkpoints/step_000002", "parallel.shard=false"]),
     "one_on_shard2": (2, ["resume=RUNS/one/checkpoints/step_000002", SHARD]),
-    "data": (2, DROPOUT),
-    "data_again": (2, ["resume=RUNS/data/checkpoints/step_000002", CLIP]),
-    "shard": (2, [*DROPOUT, SHARD]),
-    "shard_again": (2, ["resume=RUNS/shard/checkpoints/step_000002", CLIP]),
-    "context": (2, [*DROPOUT, CONTEXT]),
-    "context_again": (2, ["resume=RUNS/context/checkpoints/step_000002", CLIP]),
-}
+    "data": (2, DROPOUT), "data_again": (2, ["resume=RUNS/data/checkpoints/step_000002", CLIP]),
+    "shard": (2, [*DROPOUT, SHARD]), "shard_again": (2, ["resume=RUNS/shard/checkpoints/step_000002", CLIP]),
+    "context": (2, [*DROPOUT, CONTEXT]), "context_again": (2, ["resume=RUNS/context/checkpoints/step_000002", CLIP]),
+}  # fmt: skip
 
 
 def run_all(jobs: list) -> None:

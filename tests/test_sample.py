@@ -104,9 +104,8 @@ def test_a_typed_prompt_means_itself_to_hydra():
     prompts += ["".join(draw.choices("\\\\'\"${}a, =[]:\n\t#%", k=draw.randrange(9))) for _ in range(1000)]
     paths = ["naïve file (1).txt", "run[1]", "é", "*.txt", "~/x", "1e3", "a,b=c", "-", "a/b.txt"]
     for key, text in [("prompt", prompt) for prompt in prompts] + [("data.path", path) for path in paths]:
-        (override,) = OverridesParser.create().parse_overrides(
-            [config.quoted(f"{key}={text}", {"prompt", "data.path"})]
-        )
+        quoted = config.quoted(f"{key}={text}", {"prompt", "data.path"})
+        (override,) = OverridesParser.create().parse_overrides([quoted])
         assert OmegaConf.create({"text": override.value()}).text == text
     for argument in ("data.path='a b'", 'data.path="a b"', "steps=1", "name=a b"):
         assert config.quoted(argument, {"data.path"}) == argument
@@ -123,14 +122,10 @@ def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp
     assert seen == [[END, *prompt.encode()]] * 3
 
 
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [
-        ([*b"one", END, *b"two"], "one"),  # where the model ends the document
-        (CHARACTERS.encode(), CHARACTERS),
-        (b"ab\xe2\x82", "ab\ufffd"),  # a character that was never finished
-    ],
-)
+@pytest.mark.parametrize(("tokens", "text"), [
+    ([*b"one", END, *b"two"], "one"), (CHARACTERS.encode(), CHARACTERS),  # where the model ends the document
+    (b"ab\xe2\x82", "ab\ufffd"),  # a character that was never finished
+])  # fmt: skip
 def test_characters_are_written_whole(write, run, tokens, text):
     keep(run, parrot([*tokens, END]))
     assert write("max_new_tokens=60") == text + "\n"

@@ -24,19 +24,14 @@ from training.step import TrainStep, choose_mode
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("device", "impl", "model", "sharded", "mode"),
-    [
-        (CUDA, "triton", {}, False, "graph"),
-        (CUDA, "sdpa", {"recompute": "true"}, False, "graph"),
-        (CUDA, "sdpa", {"recompute": "true", "dropout_p": 0.1}, False, "compiled"),  # reads the random state in Python
-        (CUDA, "sdpa dropping", {"recompute": "true"}, False, "compiled"),
-        (CUDA, "triton dropping", {"recompute": "true"}, False, "graph"),  # its mask needs no random state
-        (CUDA, "triton", {}, True, "compiled"),
-        (CUDA, "tiled", {}, False, "eager"),  # it chooses its tiles in Python
-        (CPU, "sdpa", {}, False, "eager"),
-    ],
-)
+@pytest.mark.parametrize(("device", "impl", "model", "sharded", "mode"), [
+    (CUDA, "triton", {}, False, "graph"), (CUDA, "sdpa", {"recompute": "true"}, False, "graph"),
+    (CUDA, "sdpa", {"recompute": "true", "dropout_p": 0.1}, False, "compiled"),  # reads the random state in Python
+    (CUDA, "sdpa dropping", {"recompute": "true"}, False, "compiled"),
+    (CUDA, "triton dropping", {"recompute": "true"}, False, "graph"),  # its mask needs no random state
+    (CUDA, "triton", {}, True, "compiled"), (CPU, "sdpa", {}, False, "eager"),
+    (CUDA, "tiled", {}, False, "eager"),  # it chooses its tiles in Python
+])  # fmt: skip
 def test_auto_takes_the_fastest_mode_and_a_graph_of_what_cannot_be_recorded_is_refused(
     device, impl, model, sharded, mode
 ):
