@@ -104,13 +104,14 @@ def test_weights_that_came_in_give_transformers_logits_and_go_out_unchanged(name
     attention = AttentionConfig(**config["attention"] | {"impl": "naive"})
     ours = GPT(GPTConfig(**config["model"]), attention).eval()
     ours.load_state_dict(found.weights, strict=False)
-    idx = torch.randint(V, (2, 48))
-    logits, wide = theirs(idx).logits, deepcopy(theirs).double()(idx).logits
-    assert_within_budget({"logits": ours(idx)}, {"logits": logits}, {"logits": wide})
+    draws, double = [torch.randint(V, (2, 48)) for _ in range(4)], deepcopy(theirs).double()
+    found_logits, logits, right = ([{"logits": f(idx)} for idx in draws] for f in (
+        ours, lambda idx: theirs(idx).logits, lambda idx: double(idx).logits))  # fmt: skip
+    assert_within_budget(found_logits, logits, right)
     huggingface.export(found, tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(theirs)
-    assert torch.equal(again.eval()(idx).logits, logits)
+    assert torch.equal(again.eval()(draws[0]).logits, logits[0]["logits"])
 
 
 STRANGE = {  # a configuration, and what the error must name
