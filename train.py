@@ -368,11 +368,11 @@ def probe_attention(run: Run) -> None:
 def sample(run: Run) -> None:
     """Writes the model's text after an end-of-text token, where documents begin."""
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
-    stream, end = TextStream(encoding), encoding.eot_token
+    stream, end, text = TextStream(encoding), encoding.eot_token, ""
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([[end]], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
-    with run.train_step.autocast, run.train_step.uncompiled():
+    with run.train_step.autocast, run.train_step.uncompiled(), suppress(ValueError):  # NaN logits: no text
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
     run.metrics.sample(run.step, text + stream.flush())

@@ -87,7 +87,8 @@ def test_a_sample_and_an_evaluation_change_no_bit_of_the_training(small_run, tmp
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-def test_with_stop_on_nan_false_a_broken_run_goes_on_to_its_end(small_run, tmp_path):
+def test_with_stop_on_nan_false_a_run_goes_on_to_its_end(small_run, tmp_path):
+    small_run("name=nan attention.softmax_scale=1e30 steps=3 stop_on_nan=false sample_every=3")
     said = small_run("break_it=no_max break_it.score_gain=1e6 steps=3 stop_on_nan=false sample_every=3").out
     assert len(losses(tmp_path / "x-BROKEN-no_max+gain_1e+06")) == 3
     assert "sample at step 3" in said
