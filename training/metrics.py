@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.keys import check, key
+from conf.keys import key
 
 DRAWING = 0.02  # share of a run's time that may go into loss.png; a GPU waits for each picture
 # What wandb does if its environment variables do not say otherwise. With error reporting wandb 0.31 sends its own
@@ -31,9 +31,6 @@ class WandbConfig:
     mode: str = key("auto", among="auto (online if there is an API key, else disabled) | online | offline | disabled")
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else tilegpt")
     tags: list[str] = key([], "tags of the wandb run; a broken run also gets broken:FAILURE")
-
-    def __post_init__(self):
-        check(self, "wandb.")
 
 
 class Metrics:
@@ -141,8 +138,7 @@ class Metrics:
         self.draw_seconds = self.drawn_at - began
 
     def begin_wandb(self, wanted: WandbConfig, config: dict) -> None:
-        """Begins a wandb run; offline if it cannot begin online within 5 s. wandb never stops a training. It holds it
-        up for ten seconds at most, here and in close()."""
+        """Begins a wandb run; offline if it cannot begin online within 5 s. It costs a training ten seconds at most."""
         mode = os.environ.get("WANDB_MODE", "auto") if wanted.mode == "auto" else wanted.mode
         if not self.writes or mode == "disabled":
             return
