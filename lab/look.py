@@ -36,21 +36,19 @@ NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which 
 
 
 def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint on the text `prompt`. out: the file; None: look.html in the run's
-    folder. A head takes 2 T**2 / 3 bytes."""
+    """Writes the page of a run's best checkpoint on the text `prompt`. out: None for look.html in the run's folder."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     model, encoding = network(trained, "tiled", cpu), from_json(trained.tokenizer)
     # As in training, a document begins after an end-of-text token.
     idx = torch.tensor([[encoding.eot_token, *encode(encoding, prompt).tolist()]])
-    layers = [of_layer(call, idx[0]) for call in record(model, idx)]
     page = {
         "title": title,
         "broken": broken,
         "tokens": [encoding.decode([token]) for token in idx[0].tolist()],
         "patterns": PATTERNS,
         "steps": STEPS,
-        "layers": layers,
+        "layers": [of_layer(call, idx[0]) for call in record(model, idx)],
     }
     data = json.dumps(page, separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     out = out or trained.path.parents[1] / "look.html"
@@ -60,8 +58,7 @@ def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
 
 
 def weights_of(call: Call) -> Tensor:
-    """What each value is multiplied by, (H, T, T): the output for values that are 1 for one key and 0 for the others.
-    So a broken call has the weights that it really uses."""
+    """What each value is multiplied by, (H, T, T), also in a broken call: the output for values of 1 for one key."""
     T, D = call.k.shape[2:]
     config, parts = replace(call.config, impl="tiled"), []
     for j in range(0, T, D):
@@ -98,7 +95,7 @@ def of_layer(call: Call, tokens: Tensor) -> dict[str, Any]:
 
 
 def of_picture(p: Tensor) -> dict[str, Any]:
-    """The lower triangle of the weights p (T, T), row by row, as bytes in base64."""
+    """The lower triangle of the weights p (T, T), row by row, as bytes in base64: 2 T**2 / 3 characters."""
     finite = p.isfinite()
     scale = max([1.0, *p[finite].abs().flatten().tolist()])
     levels = (p.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)

@@ -103,8 +103,7 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
 
 
 def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: dict) -> Path:
-    """Writes the failures of `lines` into out/break-it.md, which begins as docs/break-it.md. Keeps all others, and all
-    prose. losses: of trainings(), by failure."""
+    """Writes the failures of `lines` into out/break-it.md, which begins as docs/break-it.md. losses: by failure."""
     path = out / PAGE.name
     text = (path if path.exists() else PAGE).read_text(encoding="utf-8")
     for name in dict.fromkeys(line.failure for line in lines):

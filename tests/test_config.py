@@ -151,5 +151,6 @@ def test_the_limits_of_every_group_of_the_configuration_are_checked():
         if is_dataclass(entry.default_factory):
             for leaf in fields(entry.default_factory):
                 if "least" in leaf.metadata.get("limits", {}) and leaf.metadata["limits"]["least"] == 1:
+                    wrong = {leaf.name: 0 if "int" in str(leaf.type) else ""}
                     with pytest.raises(ValueError, match=leaf.name):
-                        Config(**{entry.name: entry.default_factory(**{leaf.name: 0 if "int" in str(leaf.type) else ""})})
+                        Config(**{entry.name: entry.default_factory(**wrong)})
