@@ -55,12 +55,14 @@ PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure tha
 class BreakIt:
     """What is taken out of the algorithm, to show what it is for. With nothing broken the algorithm is whole."""
 
-    broken: Any = key((), "failures, several as [no_max,no_scale]", among=" | ".join(("none", *FAILURES)))
+    broken: Any = key((), "the failures, by name: none, no_max, or several as [no_max,no_scale]")
     score_gain: float = key(1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30)
 
     def __post_init__(self):
         check(self, "break_it.")
         names = list(self.broken) if isinstance(self.broken, list | tuple) else [self.broken]
+        if unknown := set(names) - {"none", *FAILURES}:
+            raise ValueError(f"break_it={min(unknown)} is not known; choose none, {', '.join(FAILURES)}")
         parts = {part for name in names for part in PARTS.get(name, (name,))}
         self.broken = tuple(name for name in FAILURES if name in parts)  # as Problem.broken has them
 

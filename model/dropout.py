@@ -63,8 +63,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 
     The words are int64, because torch has no unsigned 32-bit product with a high half. There c * M can exceed 2**63,
     which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
-    never overflows and has the same low half; its high half is c too low, so c is added back.
-    """
+    never overflows and has the same low half; its high half is c too low, so c is added back."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -77,8 +76,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: float) -> Tensor:
     """The keep-mask of one tile, for B*H heads: bool (heads, len(rows), len(columns)), True where the weight is kept.
 
-    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile.
-    """
+    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile."""
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
     row0, row1 = rows.start // 32, -(-rows.stop // 32)
     column0, column1 = columns.start // 32, -(-columns.stop // 32)

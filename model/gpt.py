@@ -178,8 +178,7 @@ class GPT(nn.Module):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
-        KVCache, Ulysses or Recorder, with positions(T) and layers[i].attend(). Then the last logits come, (B, 1, V).
-        """
+        KVCache, Ulysses or Recorder, with positions(T) and layers[i].attend(). Then the last logits come, (B, 1, V)."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())

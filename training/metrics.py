@@ -37,8 +37,7 @@ class Metrics:
     """Takes a run's measurements. close() belongs in a finally.
 
     total_steps: 0 if the clock ends the run. broken: what break_it has taken out, "" for nothing. resume_step: later
-    records and samples are deleted, because a resumed run makes these steps again. writes: False on other ranks.
-    """
+    records and samples are deleted, because a resumed run makes these steps again. writes: False on other ranks."""
 
     def __init__(self, folder: Path, total_steps: int, broken: str = "", resume_step: int = 0, writes: bool = True):
         self.folder, self.total_steps, self.broken, self.writes = folder, total_steps, broken, writes

@@ -79,8 +79,7 @@ class Muon(NotCompiled):
     no found_inf. A step here never waits for the device: lr may be a tensor there, and so may found_inf, which leaves
     the step out if it is 1 (as in torch's fused AdamW). Matrices of one shape are updated together, because launching
     the products of one small matrix on a GPU takes longer than computing them. TOGETHER bounds the memory. With FSDP2
-    all ranks gather each matrix and compute all of its update.
-    """
+    all ranks gather each matrix and compute all of its update."""
 
     found_inf: Tensor | None = None
 
@@ -124,8 +123,7 @@ def orthogonal(x: Tensor) -> Tensor:
     """The matrices x (number, rows, columns) with singular values set to about 1 (0.5 to 1.5), in bfloat16 or float32.
 
     Five Newton-Schulz iterations s -> a s + b s^3 + c s^5 on all singular values s at once (Keller Jordan's post on
-    Muon, 2024, which found the coefficients). They need only matrix products.
-    """
+    Muon, 2024, which found the coefficients). They need only matrix products."""
     a, b, c = 3.4445, -4.7750, 2.0315
     y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 ten times as slowly (docs/findings.md)
     tall = x.shape[1] > x.shape[2]
