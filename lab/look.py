@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import encode, from_json
@@ -61,9 +60,9 @@ def weights_of(call: Call) -> Tensor:
     """What each value is multiplied by, (H, T, T), also in a broken call: the output for values of 1 for one key."""
     T, D = call.k.shape[2:]
     config, parts = replace(call.config, impl="tiled"), []
-    for j in range(0, T, D):
-        one = F.pad(torch.eye(T)[:, j : j + D], (0, max(0, j + D - T))).expand_as(call.v)
-        parts.append(attention(call.q, call.k, one, config, documents=call.documents, break_it=call.break_it)[0])
+    for one in torch.eye(T, -(-T // D) * D).split(D, dim=1):  # (T, D): the values for D keys
+        v = one.expand_as(call.v)
+        parts.append(attention(call.q, call.k, v, config, documents=call.documents, break_it=call.break_it)[0])
     return torch.cat(parts, -1)[..., :T]
 
 

@@ -1,9 +1,5 @@
 """Weights in and out, by transformers: models of GPT-2's form, and of Llama's, Mistral's and Qwen 3's.
 
-    python train.py init_from=hf:gpt2              trains on from a model of the hub; FOLDER: one of save_pretrained()
-    python sample.py checkpoint=hf:gpt2            its text
-    python sample.py run=NAME export=FOLDER        writes a run for transformers' from_pretrained()
-
 transformers reads and writes the files. Its logits and ours are compared on random tokens, so a model that we would
 compute in another way is refused, whatever its config.json says.
 """
