@@ -215,10 +215,11 @@ Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
     """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
+    b, h, t = steps_of(x)
     if not has_descriptors(x.device):
-        return Strided(x, *steps_of(x), x.shape[2], x.shape[3])
+        return Strided(x, b, h, t, x.shape[2], x.shape[3])
     block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))]
-    return TensorDescriptor(x, list(x.shape), [*steps_of(x), 1], block)
+    return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # name in the configuration: torch's
 
 # Dense bf16 FLOP/s with float32 accumulation, by a part of torch.cuda.get_device_name(); the first match counts.
-# Sources: NVIDIA's data sheets (half of the figure "with sparsity") and GeForce's white papers. Others have no peak here.
+# Sources: NVIDIA's data sheets (half of the figure "with sparsity") and GeForce's white papers. Others have none here.
 PEAK_FLOPS = {
     r"Laptop|MIG|Max-Q|NVL|H100 PCIe": None,
     r"\bB200\b": 2250e12,
