@@ -112,8 +112,7 @@ def files_of(data: DataConfig, runs: str = "") -> list[Path]:
 
 
 def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], str]:
-    """(documents, a note of the files that cannot be read). Leaves out exact repeats: a text both for training and for
-    validation would measure memory. ValueError if no text is left."""
+    """(documents, a note of files that cannot be read). Without exact repeats: in both splits they test memory."""
     if length:
         return made.documents(data.source, length), ""
     texts: dict[str, None] = {}  # a set that keeps the order

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Where the running maximum m starts: hidden first tiles get exp(-inf - LOWEST) = 0; from the papers' -inf it were NaN.
+# Where the running maximum m starts. The papers' -inf would make NaN of a hidden first tile: exp(-inf - -inf).
 LOWEST = torch.finfo(torch.float32).min
 
 

@@ -104,8 +104,7 @@ def of_picture(p: Tensor) -> dict[str, Any]:
 
 
 def replay(path: Path) -> None:
-    """Runs a kept batch again. Prints the gauges of every attention call, and the first tile that is not finite. path:
-    a folder in runs/NAME/faults. ValueError for another checkpoint."""
+    """Runs a kept batch again. Prints the gauges of every attention call, and the first tile that is not finite."""
     kept, device = load_checkpoint(path), pick_device("auto")
     if "batch.x" not in kept.training:
         raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")

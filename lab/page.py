@@ -29,8 +29,7 @@ Losses = dict[str, list[float]]  # of each step of a whole and of a broken train
 
 
 def losses_of(failure: str, wakes: str) -> list[float]:
-    """The loss of each step of a short training on Python's standard library, in nats per byte. It ends at a loss that
-    is not finite. failure: a name, or none. wakes: arguments of train.py."""
+    """The losses of a short training on Python's standard library, in nats per byte, up to one that is not finite."""
     defaults = {"model": vars(SMALL), "attention": {"impl": "tiled", "block_m": 64, "block_n": 32}, "break_it": {}}
     given = OmegaConf.merge(defaults, OmegaConf.from_dotlist(wakes.split()))
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))

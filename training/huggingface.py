@@ -61,8 +61,7 @@ def find_weights(named: str, runs: Path) -> Checkpoint:
 
 
 def load(name: str) -> Checkpoint:
-    """A folder or a name of the hub, as a Checkpoint of step 0 with float32 weights. state["begin"] is the token with
-    which a text begins. ValueError, one line, for what cannot be used."""
+    """A folder or a name of the hub, as a float32 Checkpoint of step 0. state["begin"]: the token that begins a text."""
     transformers, no_code = library(), {"trust_remote_code": False}  # neither runs what a folder brings nor asks
     try:
         config = transformers.AutoConfig.from_pretrained(name, **no_code)

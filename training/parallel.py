@@ -186,8 +186,7 @@ def like(x: Tensor, p: Any) -> Tensor:
 
 
 def join(config: ParallelConfig, device: str) -> Ranks:
-    """Connects this process with the others that torchrun has started. From here on only rank 0 prints. ValueError for
-    processes that config cannot use, or that have no device."""
+    """Connects this process with the others that torchrun has started. From here on only rank 0 prints."""
     size, N = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1, config.context
     least = max(N, 1 + config.shard)
     if size < least or size % N:
