@@ -171,7 +171,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def tensors_of(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALONE) -> tuple[Tensors, Tensors]:
     """The weights by name, a tied one once; the optimizers' state by the weights' names, with each rank's random state.
-    All ranks call this together: each may have a part. (torch's state_dict() numbers the weights: a new one shifts all.)"""
+    All ranks call this together: each may have a part. (torch's state_dict() numbers them: a new one shifts all.)"""
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     weights = {name: ranks.whole(p.detach()) for name, p in model.named_parameters()}
     training = {

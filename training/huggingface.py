@@ -61,7 +61,7 @@ def find_weights(named: str, runs: Path) -> Checkpoint:
 
 
 def load(name: str) -> Checkpoint:
-    """A folder or a name of the hub, as a float32 Checkpoint of step 0. state["begin"]: the token that begins a text."""
+    """A folder or a name of the hub, as float32 Checkpoint of step 0. state["begin"]: the token that begins a text."""
     transformers, no_code = library(), {"trust_remote_code": False}  # neither runs what a folder brings nor asks
     try:
         config = transformers.AutoConfig.from_pretrained(name, **no_code)
