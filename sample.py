@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
@@ -102,19 +103,11 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, 
 
 def one_behind(tokens: Iterator[Tensor]) -> Iterator[int]:
     """Tokens (1, 1) of a CUDA GPU as integers. Each is read while the GPU computes the next one."""
-    last = None
-    for token in tokens:
-        sent = token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
-        if last is not None:
-            yield read(*last)
-        last = sent
-    if last is not None:
-        yield read(*last)
-
-
-def read(copy: Tensor, event: torch.cuda.Event) -> int:
-    event.synchronize()
-    return int(copy)
+    end: Any = None
+    sent = ((token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()) for token in tokens)
+    for (copy, arrived), _ in pairwise(chain(sent, [end])):
+        arrived.synchronize()
+        yield int(copy)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ class Dataset:
 def open_data(
     data: DataConfig, tokenizer: TokenizerConfig, kept: Encoding | None = None, context_length: int = 0, runs: str = ""
 ) -> Dataset:
-    """Opens the data that the configuration names; prepares or downloads it at first use, as prepare() does.
-    ValueError for the user's mistakes."""
+    """Opens the data that the configuration names; prepares or downloads it at first use, as prepare() does."""
     if data.source in ("bin", "fineweb"):
         files = files_of(data)
         beside = files[0].parent / "tokenizer.json"
@@ -81,9 +80,8 @@ def read_tokens(path: Path) -> np.ndarray:
 
 
 def open_shards(files: list[Path], encoding: Encoding) -> Dataset:
-    """Opens token files as one text, in the order given. Reads all tokens once (a second per GB). ValueError if there
-    are none to train on or to validate with, and for an id that the tokenizer lacks: on a GPU it would kill the process
-    without a clear message."""
+    """Opens token files as one text, in the order given. Reads all tokens once (a second per GB), because on a GPU an
+    id that the tokenizer lacks would kill the process without a clear message."""
     common = os.path.commonpath([file.parent for file in files])
     words = {file: re.findall("[a-z]+", str(file.relative_to(common)).lower()) for file in files}
     for_val = [file for file in files if not FOR_VALIDATION.isdisjoint(words[file])]

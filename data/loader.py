@@ -104,8 +104,7 @@ def validation_batches(
     with_documents: bool = True, stride: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same; fewer if
-    the text is short. They begin at multiples of the stride (0: context_length, so that none overlap). ValueError if
-    the text is shorter than one window."""
+    the text is short. They begin at multiples of the stride (0: context_length, so that none overlap)."""
     check_length(tokens, context_length, "validation")
     windows = (len(tokens) - 1 - context_length) // (stride or context_length) + 1
     taken = min(windows, max(1, max_tokens // context_length))

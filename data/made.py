@@ -1,8 +1,7 @@
 """Text that is made and not read: data=recall and data=passkey. It shows whether a model uses a long context.
 
     recall     EOT s \\n s          s is a random string. The second one can be predicted only from the first.
-    passkey    EOT filler, a number, filler, the question for the number, the number; half of the documents are one such
-               text, the others several one after the other
+    passkey    EOT filler, a number, filler, the question for the number, the number; half of the documents have several
 
 A document fills one window of model.context_length tokens (bytes) exactly, so the loader cuts none. The same length
 always gives the same text. The passkey's text is that of Mohtashami and Jaggi (arXiv 2305.16300).
@@ -28,8 +27,7 @@ SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
 def documents(source: str, length: int) -> list[str]:
-    """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context.
-    ValueError for a length that does not fit."""
+    """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context."""
     if length < SHORTEST[source] or length % 2:
         raise ValueError(f"model.context_length={length}: data={source} takes an even one, {SHORTEST[source]} or more")
     count = min(DOCUMENTS, BYTES // length)

@@ -41,8 +41,7 @@ PIECE = 1 << 18  # characters that are encoded at a time: the tokenizers' patter
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.) ValueError for a path
-    that the source would ignore, and for a missing one."""
+    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
     path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)
@@ -113,8 +112,7 @@ def files_of(data: DataConfig, runs: str = "") -> list[Path]:
 
 
 def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], str]:
-    """(documents, a note of the files that cannot be read). Leaves out exact repeats: a text both for training and for
-    validation would measure memory. ValueError if no text is left."""
+    """(documents, a note of files that cannot be read). Without exact repeats: in both splits they test memory."""
     if length:
         return made.documents(data.source, length), ""
     texts: dict[str, None] = {}  # a set that keeps the order
@@ -188,8 +186,7 @@ def write_tokens(path: Path, documents: list[str], encoding: Encoding) -> None:
 
 
 def pieces(document: str) -> Iterator[str]:
-    """The document in parts of about PIECE characters, cut at the start of a line. bpe and gpt2 would sometimes merge
-    across a cut, which costs a token."""
+    """The document in parts of about PIECE characters, cut at line starts. A merge that it prevents costs a token."""
     start = 0
     while start < len(document):
         end = line_start(document, start + PIECE, PIECE // 4)

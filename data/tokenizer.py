@@ -102,8 +102,7 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 class TextStream:
-    """Turns token ids into text, one by one. The bytes of a character may be split over several tokens; they are kept
-    until it is complete."""
+    """Turns token ids into text, one by one. A character whose bytes are split over tokens waits for the last one."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding

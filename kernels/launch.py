@@ -224,6 +224,5 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
 
 def aligned(x: Tensor) -> Tensor:
     """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy."""
-    steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps)
+    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps_of(x))
     return x if reads and x.data_ptr() % 16 == 0 else as_heads(x).copy_(x)

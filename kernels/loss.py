@@ -25,8 +25,7 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: b
     """-log softmax(logits)[target] of each row, float32 (N,); 0 where the target is `ignore`, NaN if it is no column.
 
     N tokens, V vocabulary. logits (N, V), contiguous, float32, float16 or bfloat16; targets int64 (N,). With
-    want_gradient, logits is overwritten by the gradient of the losses' sum, which is 0 in rows to ignore.
-    """
+    want_gradient, logits is overwritten by the gradient of the losses' sum, which is 0 in rows to ignore."""
     assert logits.is_contiguous()
     N, V = logits.shape
     losses = logits.new_empty(N, dtype=torch.float32)

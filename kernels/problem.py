@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Where the running maximum m starts: a row with a hidden first tile then has exp(-inf - LOWEST) = 0. The papers start
-# at -inf, where it would have exp(-inf - -inf) = NaN.
+# Where the running maximum m starts. The papers' -inf would make NaN of a hidden first tile: exp(-inf - -inf).
 LOWEST = torch.finfo(torch.float32).min
 
 

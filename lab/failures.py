@@ -1,7 +1,4 @@
-"""The failures of model/break_it.py in the lab: predicted exactly, and found.
-
-FAILURES has the inputs on which each failure acts and on which it sleeps; lab/prediction.py predicts it.
-"""
+"""The failures of model/break_it.py in the lab: predicted exactly, and found."""
 
 import math
 from collections.abc import Iterator
@@ -18,17 +15,17 @@ from model.break_it import BreakIt
 from training.machine import DTYPES
 
 EVERY, LAST = slice(None), slice(-1, None)
-USUAL, NOTHING, SHORT = {"usual inputs": usual()}, dict[str, Inputs](), {"one tile": usual(T=16)}
+USUAL, NOTHING = {"usual scores": usual()}, dict[str, Inputs]()
 
 
 class Entry(NamedTuple):
-    """A failure in the lab. acts, sleeps: the inputs, by what they are."""
+    """The inputs, by what they are, on which a failure acts and on which it sleeps."""
 
     acts: dict[str, Inputs] = USUAL
     sleeps: dict[str, Inputs] = NOTHING
 
 
-SEVERAL = {"several tiles": usual()}
+SEVERAL, SHORT = {"several tiles": usual()}, {"one tile": usual(T=16)}
 FAILURES = {
     "no_max": Entry(
         {
@@ -36,15 +33,12 @@ FAILURES = {
             "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
             "one score of 88, values of 64: acc overflows": scored(8.0, 44.0, LAST, slice(40, 41), v=64.0),
         },
-        {"usual scores": usual()},
+        USUAL,
     ),
     "no_rescale": Entry(SEVERAL, SHORT),
     "no_rescale_sum": Entry(SEVERAL, SHORT),
     "no_rescale_output": Entry(SEVERAL, SHORT),
-    "zero_init_max": Entry(
-        {"two keys with scores of -89": scored(8.0, -44.5, EVERY, EVERY, window=2)},
-        {"usual scores": usual()},
-    ),
+    "zero_init_max": Entry({"two keys with scores of -89": scored(8.0, -44.5, EVERY, EVERY, window=2)}, USUAL),
     "local_mask": Entry(SEVERAL, SHORT),
     "no_scale": Entry({"head size 16": usual()}, {"head size 1": usual(D=1)}),
     "unguarded_mask": Entry(
@@ -122,8 +116,7 @@ def tried(failure: str, inputs: Inputs, impl: str, dtype: str) -> tuple[Results,
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The largest |found - wanted|, as a share of the largest |wanted|. Infinite if they are not NaN or infinite in the
-    same places."""
+    """The largest |found - wanted| / the largest |wanted|. Infinite if they are NaN or infinite in different places."""
     odd = [x.masked_fill(x.isfinite(), 0.0).nan_to_num(nan=0.5) for x in (found, wanted)]
     if not torch.equal(*odd):
         return INF

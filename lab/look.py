@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import encode, from_json
@@ -36,21 +35,19 @@ NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which 
 
 
 def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint on the text `prompt`. out: the file; None: look.html in the run's
-    folder. A head takes 2 T**2 / 3 bytes."""
+    """Writes the page of a run's best checkpoint on the text `prompt`. out: None for look.html in the run's folder."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     model, encoding = network(trained, "tiled", cpu), from_json(trained.tokenizer)
     # As in training, a document begins after an end-of-text token.
     idx = torch.tensor([[encoding.eot_token, *encode(encoding, prompt).tolist()]])
-    layers = [of_layer(call, idx[0]) for call in record(model, idx)]
     page = {
         "title": title,
         "broken": broken,
         "tokens": [encoding.decode([token]) for token in idx[0].tolist()],
         "patterns": PATTERNS,
         "steps": STEPS,
-        "layers": layers,
+        "layers": [of_layer(call, idx[0]) for call in record(model, idx)],
     }
     data = json.dumps(page, separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     out = out or trained.path.parents[1] / "look.html"
@@ -60,13 +57,12 @@ def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
 
 
 def weights_of(call: Call) -> Tensor:
-    """What each value is multiplied by, (H, T, T): the output for values that are 1 for one key and 0 for the others.
-    So a broken call has the weights that it really uses."""
+    """What each value is multiplied by, (H, T, T), also in a broken call: the output for values of 1 for one key."""
     T, D = call.k.shape[2:]
     config, parts = replace(call.config, impl="tiled"), []
-    for j in range(0, T, D):
-        one = F.pad(torch.eye(T)[:, j : j + D], (0, max(0, j + D - T))).expand_as(call.v)
-        parts.append(attention(call.q, call.k, one, config, documents=call.documents, break_it=call.break_it)[0])
+    for one in torch.eye(T, -(-T // D) * D).split(D, dim=1):  # (T, D): the values for D keys
+        v = one.expand_as(call.v)
+        parts.append(attention(call.q, call.k, v, config, documents=call.documents, break_it=call.break_it)[0])
     return torch.cat(parts, -1)[..., :T]
 
 
@@ -98,7 +94,7 @@ def of_layer(call: Call, tokens: Tensor) -> dict[str, Any]:
 
 
 def of_picture(p: Tensor) -> dict[str, Any]:
-    """The lower triangle of the weights p (T, T), row by row, as bytes in base64."""
+    """The lower triangle of the weights p (T, T), row by row, as bytes in base64: 2 T**2 / 3 characters."""
     finite = p.isfinite()
     scale = max([1.0, *p[finite].abs().flatten().tolist()])
     levels = (p.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)
@@ -108,8 +104,7 @@ def of_picture(p: Tensor) -> dict[str, Any]:
 
 
 def replay(path: Path) -> None:
-    """Runs a kept batch again. Prints the gauges of every attention call, and the first tile that is not finite. path:
-    a folder in runs/NAME/faults. ValueError for another checkpoint."""
+    """Runs a kept batch again. Prints the gauges of every attention call, and the first tile that is not finite."""
     kept, device = load_checkpoint(path), pick_device("auto")
     if "batch.x" not in kept.training:
         raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")

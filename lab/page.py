@@ -29,8 +29,7 @@ Losses = dict[str, list[float]]  # of each step of a whole and of a broken train
 
 
 def losses_of(failure: str, wakes: str) -> list[float]:
-    """The loss of each step of a short training on Python's standard library, in nats per byte. It ends at a loss that
-    is not finite. failure: a name, or none. wakes: arguments of train.py."""
+    """The losses of a short training on Python's standard library, in nats per byte, up to one that is not finite."""
     defaults = {"model": vars(SMALL), "attention": {"impl": "tiled", "block_m": 64, "block_n": 32}, "break_it": {}}
     given = OmegaConf.merge(defaults, OmegaConf.from_dotlist(wakes.split()))
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
@@ -103,8 +102,7 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
 
 
 def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: dict) -> Path:
-    """Writes the failures of `lines` into out/break-it.md, which begins as docs/break-it.md. Keeps all others, and all
-    prose. losses: of trainings(), by failure."""
+    """Writes the failures of `lines` into out/break-it.md, which begins as docs/break-it.md. losses: by failure."""
     path = out / PAGE.name
     text = (path if path.exists() else PAGE).read_text(encoding="utf-8")
     for name in dict.fromkeys(line.failure for line in lines):

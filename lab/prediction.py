@@ -172,8 +172,7 @@ def device_of(impl: str) -> str:
 
 
 def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBROKEN) -> Results:
-    """o, lse, dq, dk and dv of attention(), as float64 on the CPU. ValueError where this implementation has nothing to
-    remove."""
+    """o, lse, dq, dk and dv of attention(), as float64 on the CPU."""
     device, config = device_of(impl), AttentionConfig(impl, TILE, TILE, **inputs.options)
     q, k, v, do = inputs.rounded(dtype, device)
     q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -129,8 +129,7 @@ def measure(case: Case, f: Callable, x: list[Tensor]) -> list[dict]:
 
 
 def attempt(name: str, case: Case, device: torch.device, dtype: torch.dtype, action: Callable):
-    """Returns action(f, x) for o = f(*x[:3]), or why the implementation cannot run it: MEMORY, or a sentence. Other
-    errors of ours are bugs and are raised."""
+    """Returns action(f, x) for o = f(*x[:3]), or why the implementation cannot run it: MEMORY, or a sentence."""
     try:
         # torch says in a warning why it has no kernel, then raises an error without the reason.
         with warnings.catch_warnings(record=True) as said:
@@ -139,7 +138,7 @@ def attempt(name: str, case: Case, device: torch.device, dtype: torch.dtype, act
         if any(text in str(error) for text in ("out of memory", "DefaultCPUAllocator")):
             return MEMORY
         if name in OURS and not isinstance(error, ValueError | ImportError):
-            raise
+            raise  # a bug of ours
         why = str(said[-1].message if said and isinstance(error, RuntimeError) else error)
         return why.partition("\n")[0].partition(". ")[0].removesuffix(".")  # its first sentence
 

@@ -68,8 +68,7 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
 def trace(
     head: Head, row: int, M: int, N: int, causal: bool, failure: str = "none", score_gain: float = 1.0
 ) -> Iterator[str]:
-    """A line for each tile of the row: m, l, alpha, the first four numbers of o = acc / l so far, what changed.
-    ValueError for a row that is not there."""
+    """A line for each tile of the row: m, l, alpha, the first four numbers of o = acc / l so far, what changed."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     break_it = BreakIt(failure, score_gain)

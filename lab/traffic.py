@@ -47,8 +47,7 @@ def count(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[int, int]:
 
 def predicted(impl: str, N: int, D: int, M: int, causal: bool) -> tuple[float, float]:
     """The same for large N. naive: the forward reads or writes a table of N x N 18 times (22 with a causal mask), the
-    backward 27 times. tiled: for each of its N / block_m tiles of rows and each key the forward moves 2 D words, the
-    backward 6 D. A causal mask halves the keys."""
+    backward 27 times. tiled: for each of its N / block_m tiles of rows and each key 2 D words, in the backward 6 D."""
     if impl == "naive":
         return (18.0 + 4 * causal) * N * N, 27.0 * N * N
     visited = N / tile_of(D, M)[0] * N * (0.5 if causal else 1)

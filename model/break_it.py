@@ -56,9 +56,7 @@ class BreakIt:
     """What is taken out of the algorithm, to show what it is for. With nothing broken the algorithm is whole."""
 
     broken: Any = key((), "the failures, by name: none, no_max, or several as [no_max,no_scale]")
-    score_gain: float = key(
-        1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30, usual="1: as it is"
-    )
+    score_gain: float = key(1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30)
 
     def __post_init__(self):
         check(self, "break_it.")

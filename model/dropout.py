@@ -19,8 +19,7 @@ matrix products. So one call decides for 16 weights, 8 bits each:
     counter           = (row >> 5 << 3 | row & 7, the same of the column, n, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns. A thread holds the result of a tensor core
-in the same pattern, so it needs all 16.
+The weights of one call are 8 apart in rows and columns, as a thread holds a tensor core's result: it needs all 16.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -42,8 +41,7 @@ def draw_seeds(n: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """How many of the 256 values of a byte drop a weight: round(256 * dropout_p). Raises ValueError outside [0, 1), and
-    if a positive dropout_p rounds to 0 or to 256."""
+    """How many of the 256 values of a byte drop a weight: round(256 * dropout_p). ValueError if that cannot be."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"attention.dropout_p={dropout_p} is outside [0, 1); 0 switches dropout off")
     threshold = round(256 * dropout_p)
@@ -65,8 +63,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 
     The words are int64, because torch has no unsigned 32-bit product with a high half. There c * M can exceed 2**63,
     which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
-    never overflows and has the same low half; its high half is c too low, so c is added back.
-    """
+    never overflows and has the same low half; its high half is c too low, so c is added back."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -79,16 +76,14 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: float) -> Tensor:
     """The keep-mask of one tile, for B*H heads: bool (heads, len(rows), len(columns)), True where the weight is kept.
 
-    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile.
-    """
+    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile."""
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
     row0, row1 = rows.start // 32, -(-rows.stop // 32)
     column0, column1 = columns.start // 32, -(-columns.stop // 32)
     c0 = torch.arange(row0 * 8, row1 * 8, device=seed.device).view(1, -1, 1)  # the row without bits 3 and 4
     c1 = torch.arange(column0 * 8, column1 * 8, device=seed.device).view(1, 1, -1)
     c2 = torch.arange(heads, device=seed.device).view(-1, 1, 1)
-    # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, as it does an index, and
-    # that overflows on a GPU.
+    # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, which overflows on a GPU.
     c0, c1, c2 = (c ^ (seed & 0) for c in (c0, c1, c2))
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 

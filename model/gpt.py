@@ -27,9 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class GPTConfig:
-    """The defaults are GPT-2's architecture. conf/model/ has sizes and the modern family (rope, rmsnorm, swiglu).
-
-    key(): the default, what --help says, and the limits that check() enforces."""
+    """The defaults are GPT-2's architecture. conf/model/ has sizes and the modern family (rope, rmsnorm, swiglu)."""
 
     n_layer: int = key(12, "number of blocks", least=1)
     n_head: int = key(12, "query heads; the head size is n_embd / n_head", least=1)
@@ -180,9 +178,7 @@ class GPT(nn.Module):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
-        KVCache, Ulysses or a probe's Recorder, each with positions(T) and layers[i].attend(). Then only the last logits
-        come, (B, 1, V). None: these are whole sequences.
-        """
+        KVCache, Ulysses or Recorder, with positions(T) and layers[i].attend(). Then the last logits come, (B, 1, V)."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())

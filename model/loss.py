@@ -28,8 +28,7 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over the tokens with a target other than IGNORE.
 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype if it is on, softmax and
-    sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN if no target counts, as in torch.
-    """
+    sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN if no target counts, as in torch."""
     dtype = product_dtype(x)
     if not torch.is_grad_enabled():  # checked here: inside the Function grad mode is always off
         x, weight = x.detach(), weight.detach()

@@ -82,9 +82,7 @@ def visits(problem: Problem, block_m: int, block_n: int, form: str, device: torc
                                 the cut ones first. 4 (T / block_m) (T_k / block_n) bytes a sequence: 1 MiB for 64k
                                 tokens and tiles of 128
     form=ranges, for Hopper     start, whole_start, whole_stop, stop: it visits tiles start to stop - 1, and the mask
-                                cuts none of those from whole_start to whole_stop - 1. Tiles between two visited ones
-                                are visited too
-    """
+                                cuts none of those from whole_start to whole_stop - 1"""
     visited, whole = tile_table(problem, block_m, block_n, device)
     if form == "columns":  # a kernel gives rows past the last the weight 0, so they need no mask
         visited, whole = visited.mT, whole.mT

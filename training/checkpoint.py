@@ -56,8 +56,7 @@ class Checkpoint:
 
 
 def open_folder(folder: Path, resumed: Checkpoint | None, ranks: Ranks = ALONE) -> FileLock:
-    """Makes runs/NAME and locks it, on rank 0, until release() or the process ends. ValueError if another run is
-    there."""
+    """Makes runs/NAME and locks it, on rank 0, until release() or the process ends. ValueError if it has a run."""
     lock = FileLock(folder / ".lock")
     if not ranks.first:
         return lock
@@ -102,7 +101,9 @@ def save_checkpoint(
     keep = {*all_checkpoints(folder)[-keep_last:], best_checkpoint(folder)}
     for path in all_checkpoints(folder):
         if path not in keep:
-            delete(path)
+            gone = path.with_name(f".tmp-deleted-{path.name}")
+            path.rename(gone)  # first: a kill leaves no half of a checkpoint under its name
+            shutil.rmtree(gone)
     return final
 
 
@@ -111,13 +112,6 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def delete(path: Path) -> None:
-    """Deletes a checkpoint. It is renamed first: a kill leaves no half of it under its name."""
-    gone = path.with_name(f".tmp-deleted-{path.name}")
-    path.rename(gone)
-    shutil.rmtree(gone)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -177,8 +171,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def tensors_of(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALONE) -> tuple[Tensors, Tensors]:
     """The weights by name, a tied one once; the optimizers' state by the weights' names, with each rank's random state.
-    All ranks call this together, because each may have a part. (torch's own state_dict() numbers the weights: a new one
-    would silently shift all numbers after it.)"""
+    All ranks call this together: each may have a part. (torch's state_dict() numbers them: a new one shifts all.)"""
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     weights = {name: ranks.whole(p.detach()) for name, p in model.named_parameters()}
     training = {

@@ -1,8 +1,4 @@
-"""The configuration, by Hydra: structured configs here and beside the code they configure, YAML files in conf/.
-
-python train.py model=gpt2 optimizer.lr=1e-3      the file conf/model/gpt2.yaml, and one key
-python train.py --cfg job                         the configuration as YAML
-"""
+"""The configuration, by Hydra: structured configs here and beside the code they configure, YAML files in conf/."""
 
 import json
 import os
@@ -300,8 +296,7 @@ def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device
 
 
 def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> int:
-    """Sets what is null and depends on data and machine; returns tokens_per_step. n_vocab: of the tokenizer. data_size:
-    processes with batches of their own."""
+    """Sets what is null and depends on data and machine; returns tokens_per_step. data_size: as in Ranks."""
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:

@@ -1,9 +1,5 @@
 """Weights in and out, by transformers: models of GPT-2's form, and of Llama's, Mistral's and Qwen 3's.
 
-    python train.py init_from=hf:gpt2              trains on from a model of the hub; FOLDER: one of save_pretrained()
-    python sample.py checkpoint=hf:gpt2            its text
-    python sample.py run=NAME export=FOLDER        writes a run for transformers' from_pretrained()
-
 transformers reads and writes the files. Its logits and ours are compared on random tokens, so a model that we would
 compute in another way is refused, whatever its config.json says.
 """
@@ -65,8 +61,7 @@ def find_weights(named: str, runs: Path) -> Checkpoint:
 
 
 def load(name: str) -> Checkpoint:
-    """A folder or a name of the hub, as a Checkpoint of step 0 with float32 weights. state["begin"] is the token with
-    which a text begins. ValueError, one line, for what cannot be used."""
+    """A folder or a name of the hub, as float32 Checkpoint of step 0. state["begin"]: the token that begins a text."""
     transformers, no_code = library(), {"trust_remote_code": False}  # neither runs what a folder brings nor asks
     try:
         config = transformers.AutoConfig.from_pretrained(name, **no_code)

@@ -15,8 +15,7 @@ import torch
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # name in the configuration: torch's
 
 # Dense bf16 FLOP/s with float32 accumulation, by a part of torch.cuda.get_device_name(); the first match counts.
-# Sources: NVIDIA's data sheets (half of the figure "with sparsity") and GeForce's white papers. Other GPUs, those of
-# laptops and slices of one have no peak: nanoGPT uses the A100's everywhere, and prints 104 % on an H100.
+# Sources: NVIDIA's data sheets (half of the figure "with sparsity") and GeForce's white papers. Others have none here.
 PEAK_FLOPS = {
     r"Laptop|MIG|Max-Q|NVL|H100 PCIe": None,
     r"\bB200\b": 2250e12,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.keys import check, key
+from conf.keys import key
 
 DRAWING = 0.02  # share of a run's time that may go into loss.png; a GPU waits for each picture
 # What wandb does if its environment variables do not say otherwise. With error reporting wandb 0.31 sends its own
@@ -32,16 +32,12 @@ class WandbConfig:
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else tilegpt")
     tags: list[str] = key([], "tags of the wandb run; a broken run also gets broken:FAILURE")
 
-    def __post_init__(self):
-        check(self, "wandb.")
-
 
 class Metrics:
     """Takes a run's measurements. close() belongs in a finally.
 
     total_steps: 0 if the clock ends the run. broken: what break_it has taken out, "" for nothing. resume_step: later
-    records and samples are deleted, because a resumed run makes these steps again. writes: False on other ranks.
-    """
+    records and samples are deleted, because a resumed run makes these steps again. writes: False on other ranks."""
 
     def __init__(self, folder: Path, total_steps: int, broken: str = "", resume_step: int = 0, writes: bool = True):
         self.folder, self.total_steps, self.broken, self.writes = folder, total_steps, broken, writes
@@ -141,8 +137,7 @@ class Metrics:
         self.draw_seconds = self.drawn_at - began
 
     def begin_wandb(self, wanted: WandbConfig, config: dict) -> None:
-        """Begins a wandb run; offline if it cannot begin online within 5 s. wandb never stops a training. It holds it
-        up for ten seconds at most, here and in close()."""
+        """Begins a wandb run; offline if it cannot begin online within 5 s. It costs a training ten seconds at most."""
         mode = os.environ.get("WANDB_MODE", "auto") if wanted.mode == "auto" else wanted.mode
         if not self.writes or mode == "disabled":
             return

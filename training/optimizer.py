@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from conf.keys import check, key
+from conf.keys import key
 from model.gpt import GPT
 from training.parallel import like, local, part_of, whole
 
@@ -30,15 +30,11 @@ class OptimizerConfig:
     beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1)
     beta2: float = key(0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1)
     momentum: float = key(0.95, "Muon's momentum", least=0, below=1)
-    grad_clip: float = key(1.0, "maximum norm of the gradient over all weights; 0: no clipping", least=0, most=math.inf)
-
-    def __post_init__(self):
-        check(self, "optimizer.")
+    grad_clip: float = key(1.0, "maximum norm of the gradient over all weights; 0: no clipping", least=0)
 
 
 def base_rate(n_embd: int, kind: str) -> float:
-    """Peak learning rate for a width, by 1 / width (arXiv 2203.03466). AdamW: GPT-3's 6e-4 at 768. Muon: 7e-3 at 128,
-    the best of those tried for the default model."""
+    """By 1 / width (arXiv 2203.03466). AdamW: GPT-3's 6e-4 at 768. Muon: 7e-3 at 128, the best tried for that model."""
     return (7e-3 * 128 if kind == "muon" else 6e-4 * 768) / n_embd
 
 
@@ -63,8 +59,7 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
 
 
 class NotCompiled(Optimizer):
-    """Adds its parameters without torch's guard against compiling that. No optimizer is compiled here, and the guard
-    imports torch._dynamo, which takes a second or two."""
+    """Adds parameters without torch's guard against compiling that, which imports torch._dynamo for a second or two."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
 
@@ -84,8 +79,7 @@ class Muon(NotCompiled):
     no found_inf. A step here never waits for the device: lr may be a tensor there, and so may found_inf, which leaves
     the step out if it is 1 (as in torch's fused AdamW). Matrices of one shape are updated together, because launching
     the products of one small matrix on a GPU takes longer than computing them. TOGETHER bounds the memory. With FSDP2
-    all ranks gather each matrix and compute all of its update.
-    """
+    all ranks gather each matrix and compute all of its update."""
 
     found_inf: Tensor | None = None
 
@@ -94,8 +88,7 @@ class Muon(NotCompiled):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every matrix that has a gradient. closure: must be None."""
-        assert closure is None, "the trainer computes the loss"
+        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             matrices: dict[torch.Size, list[Tensor]] = {}  # of a shape
             for p in (p for p in group["params"] if p.grad is not None):
@@ -127,12 +120,10 @@ class Muon(NotCompiled):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The matrices x (number, rows, columns) with their singular values set to about 1 (0.5 to 1.5), in bfloat16; on a
-    CPU in float32.
+    """The matrices x (number, rows, columns) with singular values set to about 1 (0.5 to 1.5), in bfloat16 or float32.
 
     Five Newton-Schulz iterations s -> a s + b s^3 + c s^5 on all singular values s at once (Keller Jordan's post on
-    Muon, 2024, which found the coefficients). They need only matrix products.
-    """
+    Muon, 2024, which found the coefficients). They need only matrix products."""
     a, b, c = 3.4445, -4.7750, 2.0315
     y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 ten times as slowly (docs/findings.md)
     tall = x.shape[1] > x.shape[2]
@@ -151,8 +142,7 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
     wsd does not need to know the number of steps before its decay begins (arXiv 2405.18392): a checkpoint from the
-    stable part can be trained on to any number of steps. Where the decay begins before the warm-up ends, the lower rate
-    counts.
+    stable part can be trained on to any number of steps. If the decay begins within the warm-up, the lower rate counts.
     """
     assert config.lr is not None, "set_up() in train.py fills it in"
     end = steps if config.min_lr_ratio else steps + 1  # the last step would learn nothing at a rate of 0

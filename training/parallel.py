@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import vector_to_parameters
 
-from conf.keys import check, key
+from conf.keys import key
 from data.loader import Batch
 from model.attention import AttentionConfig, attention
 from model.gpt import GPT
@@ -36,9 +36,6 @@ class ParallelConfig:
 
     context: int = key(1, "processes that share each sequence (Ulysses), for contexts too long for one GPU", least=1)
     shard: bool = key(False, "each process keeps a part of the weights (FSDP2), for models too large for one GPU")
-
-    def __post_init__(self):
-        check(self, "parallel.")
 
 
 @dataclass(eq=False)
@@ -131,8 +128,7 @@ class Ranks:
                 self.sum([0.0], group=group)
 
     def shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches, and whether each counts. The others are dummy forwards, because FSDP gathers weights on
-        all ranks together."""
+        """This rank's batches, and whether each counts; the others are dummy forwards: FSDP gathers on all ranks."""
         every = list(batches)
         for mine in range(self.data_rank, len(every) + self.data_rank, self.data_size):
             yield every[min(mine, len(every) - 1)], mine < len(every)
@@ -190,8 +186,7 @@ def like(x: Tensor, p: Any) -> Tensor:
 
 
 def join(config: ParallelConfig, device: str) -> Ranks:
-    """Connects this process with the others that torchrun has started. From here on only rank 0 prints. ValueError for
-    processes that config cannot use, or that have no device."""
+    """Connects this process with the others that torchrun has started. From here on only rank 0 prints."""
     size, N = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1, config.context
     least = max(N, 1 + config.shard)
     if size < least or size % N:

@@ -6,8 +6,7 @@
     search(train_step, batch, rng)                   find() over all micro-batches of a step that stopped a run
     effects(calls)                                   how far a failure of break_it puts each call off
 
-They look at the inputs and outputs of calls, so they serve any implementation. Memory is O(T). find() goes through the
-tiles of model/tiled.py, whose shapes these are.
+They look at the inputs and outputs of calls, so they serve any implementation. Memory is O(T). Shapes: model/tiled.py.
 """
 
 import math
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from conf.keys import check, key
+from conf.keys import key
 from data.loader import Batch
 from kernels.problem import Problem
 from model import tiled
@@ -39,9 +38,6 @@ EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a
 @dataclass
 class ProbeConfig:
     every: int = key(0, "steps between two probes of attention; a NaN's tile is then searched; 0: never", least=0)
-
-    def __post_init__(self):
-        check(self, "probe.")
 
 
 @dataclass
@@ -182,8 +178,7 @@ WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "z
 
 def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
     """Runs a step's micro-batches again, from the random state before it, to the first with a tile that is not finite.
-    Returns the tile and what replays it: batch.x, batch.y, ..., and the random state before the pass. None if the NaN
-    does not begin in attention."""
+    Returns the tile and what replays it: batch.x, batch.y, ..., and the random state before the pass; else None."""
     set_rng_state(rng)  # so the dropout is that of the step
     for part in batch.micro_batches():
         before = rng_state()

@@ -13,8 +13,7 @@ from training.huggingface import find_weights
 
 
 def find_trained(run: str | None, checkpoint: str, runs: Path) -> Checkpoint:
-    """checkpoint: best (lowest validation loss) or last of the run `run` (None: of the one that saved last and is not
-    broken), or what find_weights() takes. ValueError, one line, if there is none."""
+    """checkpoint: best or last, of the run `run` (None: find_checkpoint()'s auto), or what find_weights() takes."""
     if checkpoint in ("best", "last"):
         return find_checkpoint(run or "auto", runs, best=checkpoint == "best")
     return find_weights(checkpoint, runs)
