@@ -10,6 +10,9 @@ The last part of its name is a hash of the files' paths, sizes and times of chan
 A folder is written aside and renamed when it is complete; a start only opens it. The text is read into memory.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("train.py prepares the text itself: python train.py data=text data.path=FILE")
+
 import hashlib
 import json
 import re

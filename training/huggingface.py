@@ -98,7 +98,7 @@ def export(trained: Checkpoint, folder: Path) -> str:
         raise ValueError(f"{trained.path} is broken ({trained.state['broken']}), and in transformers it would be whole")
     model, attention = trained.options("model", GPTConfig), trained.options("attention", AttentionConfig)
     ours = GPT(model, replace(attention, impl="tiled"))
-    weights = dict(ours.named_parameters())
+    weights: dict[str, Tensor] = dict(ours.named_parameters())
     model.mlp_hidden = len(weights["blocks.0.mlp.up.weight"])
     begin, end = trained.state.get("begin", encoding.eot_token), encoding.eot_token
     wanted = their_config(model, attention, bos_token_id=begin, eos_token_id=end)
