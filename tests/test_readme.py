@@ -135,6 +135,14 @@ def test_a_named_file_exists(name):
     assert {file for file in named if not (ROOT / file).exists() and not (ROOT / "docs" / file).exists()} == set()
 
 
+def test_the_tables_of_recipes_name_those_that_there_are():
+    rows = re.findall(r"^\| (`[a-z_0-9`, ]+)", PAGES["docs/training.md"], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    recipes = {path.stem for path in (CONF / "experiment").glob("*.yaml")} - {"none"}
+    assert recipes <= named
+    assert {name for name in named if name.startswith(("long", "gpu", "shakespeare"))} <= recipes
+
+
 def anchors(page: str) -> list[str]:
     """The addresses of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#{2,} (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S), re.MULTILINE)
