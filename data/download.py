@@ -43,7 +43,6 @@ def from_hub(repository: str, name: str) -> Path:
     """A file of a dataset on Hugging Face, from its cache or downloaded. ValueError, one line, if it cannot be had."""
     import huggingface_hub  # here, because it takes half a second
 
-    huggingface_hub.logging.disable_propagation()  # it prints its warnings itself, and Hydra would, too
     kept = huggingface_hub.try_to_load_from_cache(repository, name, repo_type="dataset")
     if isinstance(kept, str):
         return Path(kept)

@@ -135,3 +135,16 @@ def test_the_limits_of_every_group_of_the_configuration_are_checked():
                     wrong = {leaf.name: 0 if "int" in str(leaf.type) else ""}
                     with pytest.raises(ValueError, match=leaf.name):
                         Config(**{entry.name: entry.default_factory(**wrong)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "typed"), [("train", "resume=nobody"), ("sample", "run=nobody")])
+def test_what_a_library_logs_is_printed_once(start, script, typed, tmp_path):
+    """Hydra printed it a second time: the Hub's retries, for example."""
+    code = (
+        "import runpy, sys, training.checkpoint as c; from huggingface_hub.utils import logging;"
+        "log, find = logging.get_logger('huggingface_hub.x'), c.find_checkpoint;"
+        "c.find_checkpoint = lambda *a, **b: log.warning('Retrying') or find(*a, **b);"
+        f"sys.argv = ['{script}.py', *sys.argv[1:]]; runpy.run_path('{script}.py', run_name='__main__')"
+    )
+    assert "".join(start("-c", code, typed, f"runs={tmp_path}").communicate()).count("Retrying") == 1
