@@ -34,7 +34,7 @@ LENGTHS = {
 @dataclass
 class Bench:
     mode: str = key("race", among="race | traffic | step")
-    impls: list[str] = key(list(IMPLS), "race", among=" | ".join(IMPLS))
+    impls: list[str] = key(list(IMPLS), "race: who races", among=" | ".join(IMPLS))
     lengths: list[int] = key([], "T, tokens per sequence; []: LENGTHS of bench.py", least=1)
     head_sizes: list[int] = key([64, 128] if GPU else [32], "race, traffic: D, the size of a head", least=1)
     heads: list[int] = key([12, 16] if GPU else [2], "race: H, a number for each head size", least=1)

@@ -124,7 +124,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
     except (ValueError, OSError, SafetensorError) as error:  # a user's mistake, or a full disk
         if run and isinstance(error, ValueError):
             raise
-        why = f"{error}; what was saved is in {run.metrics.folder}" if run else str(error)
+        why = f"{error}; earlier checkpoints, if any, are in {run.metrics.folder}" if run else str(error)
     finally:
         if run:
             run.metrics.close(code)
@@ -287,8 +287,8 @@ def log(run: Run, update: Pending) -> StepStats:
     if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
     if step == 3 and limit < 50 * seconds:
-        way_out = "raise it, or lower model.context_length or batch_size"
-        run.metrics.say(f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few: {way_out}")
+        few = f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few to learn"
+        run.metrics.say(f"{few}: raise it, or lower model.context_length or batch_size")
     return stats
 
 
@@ -298,10 +298,10 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
     run.step = step - 1  # later updates were skipped
     if run.step > 0:
-        save(run)  # to go on from, after the batches that were drawn
+        save(run)
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
-    advice = f"try dtype=float32 (it is {run.facts['dtype']}) or a lower rate: {again if run.step else lower}"
+    advice = f"try dtype=float32, if it is another, or a lower rate: {again if run.step else lower}"
     say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if run.checks else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
@@ -372,7 +372,8 @@ def sample(run: Run) -> None:
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([[end]], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
-    with run.train_step.autocast, run.train_step.uncompiled(), suppress(ValueError):  # NaN logits: no text
+    nan = suppress(*[ValueError] * (not run.cfg.stop_on_nan))  # logits that are NaN make no text
+    with run.train_step.autocast, run.train_step.uncompiled(), nan:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
     run.metrics.sample(run.step, text + stream.flush())

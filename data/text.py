@@ -99,5 +99,6 @@ def standard_input(cache: Path) -> Path:
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
-    note.write_text(file.name)
+    if "MASTER_PORT" in os.environ:
+        note.write_text(file.name)
     return file

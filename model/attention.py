@@ -86,7 +86,7 @@ def attention(
     documents: integers (B, T_k), the document of each token. The queries are the last T tokens.
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
-    Only naive has second derivatives (a gradient penalty) and a forward mode: torch.func.jvp of the others gives zeros.
+    Only naive has second derivatives (a gradient penalty) and a forward mode: torch.func.jvp of tiled and triton is 0.
     """
     problem = problem_of(q, k, v, config, causal, seed, documents, break_it)
     match config.impl:

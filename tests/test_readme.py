@@ -64,7 +64,7 @@ def test_a_command_of_the_pages_is_one_that_runs(command):
     name, *typed = shlex.split(command.replace("failure=NAME", "failure=no_max"), comments=True)
     script = name.removesuffix(".py")
     if script in ("sample", "breakit"):
-        typed = list(map(quoted, typed))
+        typed = [quoted(argument, {"prompt"}) for argument in typed]
     if "-m" in typed:
         typed = [re.sub(r"=([^\[,]*),.*", r"=\1", argument) for argument in typed]
     typed = [argument for argument in typed if argument not in ("-m", "--help", "--cfg", "job", "...")]

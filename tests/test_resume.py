@@ -129,6 +129,9 @@ def test_a_nan_leaves_the_weights_before_it_to_go_on_from(small_run, tmp_path):
     assert f"resume=auto name=nan runs={tmp_path} optimizer.lr=5e+29" in said
     fault = next((tmp_path / "nan" / "faults").iterdir())  # which has no optimizer
     assert "optimizer" in small_run(f"resume={fault} name=nan", code=1).err
+    batch = load_checkpoint(fault).training["batch.x"].clone()
+    small_run("resume=auto name=nan optimizer.lr=1e29", code=1)  # NaN at step 2 again, with another batch
+    assert not torch.equal(load_checkpoint(fault).training["batch.x"], batch)
     small_run("steps=5 attention.softmax_scale=1e30", code=1)
     small_run("steps=1 seed=5")
     assert "seed=5" in (tmp_path / "x" / "typed.txt").read_text()

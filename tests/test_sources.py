@@ -109,6 +109,7 @@ def test_a_picture_is_binary_and_nothing_is_said_about_encodings(make, tmp_path)
 def test_standard_input_is_kept_for_a_resumed_run_for_each_job_and_for_each_rank(tmp_path, monkeypatch, capsys, ranks):
     """Each rank read it, so all but one found it empty, and each said so."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(UNICODE.encode())))
+    monkeypatch.setenv("MASTER_PORT", "29500")
     jobs = [DataConfig("text", "-", cache=str(tmp_path / "cache")) for _ in range(2)]
     folders = [prepare(data, BYTE) for data in jobs]
     monkeypatch.setattr(sys, "stdin", None)

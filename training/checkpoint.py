@@ -85,7 +85,9 @@ def save_checkpoint(
     temporary = folder / f".tmp-{final.name}"
     for left_by_a_kill in folder.glob(".tmp-*"):
         shutil.rmtree(left_by_a_kill)
-    if final.exists():
+    if folder.name == "faults":
+        shutil.rmtree(final, ignore_errors=True)  # of a run that came to a NaN at this step before
+    elif final.exists():
         if state["val_loss"] is not None:  # the evaluation that a signal had cut short
             replace(final / "state.json", described)
         return final
@@ -206,6 +208,8 @@ def take_weights(parent: Checkpoint, model: nn.Module) -> None:
         shapes = [tuple(of[name].shape) if name in of else "missing" for of in (theirs, ours)]
         if shapes[0] != shapes[1]:
             why = f"{name} is {shapes[0]} there and {shapes[1]} in the model"
-            raise ValueError(f"{parent.path} does not fit: {why}; leave out what changes the model")
+            raise ValueError(
+                f"{parent.path} does not fit: {why}; another checkpoint, or leave out what changes the model"
+            )
     for name, p in ours.items():
         p.copy_(like(theirs[name].to(p.device), p))

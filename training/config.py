@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 from conf.keys import check, key
 from data.prepare import DataConfig
@@ -113,7 +114,7 @@ def command(name: str, schema: type, run: Callable[[Any], None]) -> None:
             run(OmegaConf.to_object(typed))
         except KeyboardInterrupt:
             sys.exit(130)
-        except (ValueError, OSError) as error:  # a program error keeps its traceback
+        except (ValueError, OSError, SafetensorError) as error:  # a program error keeps its traceback
             sys.exit(f"{name}: {error}")
 
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
@@ -149,7 +150,7 @@ def help_text(schema: type, cfg: DictConfig) -> str:
 # What a user of nanoGPT types, and what it is here.
 NANOGPT = {
     "block_size": "model.context_length", "max_iters": "steps", "learning_rate": "optimizer.lr", "start": "prompt",
-    "out_dir": "name", "dropout": "model.dropout_p", "eval_interval": "eval_every", "eval_iters": "eval_tokens",
+    "out_dir": "name run", "dropout": "model.dropout_p", "eval_interval": "eval_every", "eval_iters": "eval_tokens",
     "warmup_iters": "optimizer.warmup_steps", "gradient_accumulation_steps": "tokens_per_step", "dataset": "data",
     "config/train_shakespeare_char.py": "experiment=shakespeare_gpu", "config/train_gpt2.py": "experiment=gpt2_124m",
     "config/finetune_shakespeare.py": "experiment=finetune_gpt2",
@@ -165,7 +166,7 @@ def read_arguments(schema: type, script: str) -> None:
     for argument in arguments:
         name, equals, value = argument.lstrip("-").partition("=")
         ends = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]  # lr: optimizer.lr
-        ends = ends or [ours for theirs, ours in NANOGPT.items() if theirs == name]
+        ends = ends or [ours for ours in NANOGPT.get(name, "").split() if ours.partition("=")[0] in known]
         dashes = argument.startswith("-")
         flags = any(other.startswith("-") for other in arguments)  # such as --cfg job
         if argument.startswith(("+", "~", "hydra")) or (dashes and not ends) or (flags and not equals and not dashes):
@@ -193,7 +194,7 @@ def read_arguments(schema: type, script: str) -> None:
         sys.exit()
 
 
-def quoted(argument: str, texts: Container[str] = ("prompt",)) -> str:
+def quoted(argument: str, texts: Container[str]) -> str:
     """KEY=TEXT in quotes, for Hydra, which would read most texts by its own grammar. A text in quotes stays as it is,
     but a prompt's quotes are its own. texts: the keys whose values are strings."""
     name, _, text = argument.partition("=")
@@ -234,8 +235,8 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
         try:
             merged = OmegaConf.merge(base, theirs, *(file_of(name, chosen[name]) for name in typed if name in chosen))
         except OmegaConfBaseException as error:
-            why = str(error).splitlines()[0]
-            raise ValueError(f"{source.path} is of another version of this program ({why})") from error
+            why, commit = str(error).splitlines()[0], source.state.get("about", {}).get("commit", "its own")
+            raise ValueError(f"{source.path} is of another version ({why}): use it at commit {commit}") from error
         for name in ("name", "runs", "resume", *typed):
             if name not in chosen:
                 OmegaConf.update(merged, name, as_text(OmegaConf.select(cfg, name)), merge=False)

@@ -46,7 +46,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
     size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T), model.attention_config.documents
     state = trained.state["loader"]
     own = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=state["seed"])
-    own.load_state_dict(state | {"context_length": T})  # ValueError if the text was edited
+    own.load_state_dict(state)  # ValueError if the training text was edited
     stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
     batches = list(validation_batches(dataset.val, dataset.val_documents, *size, stride=stride))
     autocast = set_precision(pick_dtype(config["dtype"], device), device)

@@ -59,7 +59,7 @@ class Metrics:
         kept = [record for record in records if record["step"] <= step]
         if (step == 0 or len(kept) < len(records)) and self.wandb_id.exists():
             self.wandb_id.unlink()
-            self.say(f"wandb: a new run, because the steps after {step} are made again")
+            self.say("wandb: a new run" + f", because the steps after {step} are made again" * (step > 0))
         replace(path, "".join(json.dumps(record) + "\n" for record in kept))
         for record in kept:
             self.note(record)
