@@ -205,7 +205,7 @@ def introduce(run: Run, source: Path | None) -> None:
     lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
     before = run.metrics.lr or lr
-    rate = f"{lr:.2e}" if math.isclose(lr, before, rel_tol=0.05) else f"{lr:.2e} where it was {before:.2e}"
+    rate = f"{lr:.2e}" if math.isclose(lr, before, rel_tol=0.5) else f"{lr:.2e} where it was {before:.2e}"
     say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {rate}) to {end}")
 
 
@@ -301,7 +301,8 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
         save(run)
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
-    advice = f"try dtype=float32, if it is another, or a lower rate: {again if run.step else lower}"
+    other = "" if run.facts["dtype"] == "float32" else "dtype=float32 or "
+    advice = f"try {other}a lower rate: {again if run.step else lower}"
     say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if run.checks else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")

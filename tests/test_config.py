@@ -47,7 +47,7 @@ MISTAKES = {  # what is typed, and what the error names
     "data=notes.txt": "pystdlib", "steps=abc": "abc", "steps=1.5": "1.5", "model=gpt3": "nano",
     "break_it=nothing": "no_max", "optimizer.lr=-1": "above 0", "steps=0": "at least 1",
     "optimizer.kind=sgd": "adamw, muon", "model.n_head=5": "n_embd", "data.path=/nowhere": "/nowhere",
-    "tokens_per_step=100": "multiple of 128", "name=a:b": "name=a:b",
+    "tokens_per_step=100": "multiple of 128", "name=a:b": "name=a:b", "name=../a": "name=../a",
     "model.recompute=selective attention=naive": "model.recompute=true", "attention=triton model.n_embd=1024": "tiled",
     "attention=sdpa attention.windows=[null,8]": "sdpa", "attention=sdpa attention.documents=true": "sdpa",
     "break_it=local_mask attention=tiled attention.windows=[null,8]": "causal mask",

@@ -197,6 +197,13 @@ def test_a_resumed_run_goes_on_with_its_minutes_and_says_where_it_is_and_what_it
     assert records(tmp_path / "x", "val_loss")[-1]["seconds"] > 180
 
 
+def test_more_minutes_lift_a_limit_of_steps(small_run, tmp_path):
+    """It said "nothing to train"."""
+    small_run("steps=2")
+    small_run("resume=auto max_minutes=0.01")
+    assert records(tmp_path / "x")[-1]["step"] > 2
+
+
 def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_run, call, tmp_path, small):
     small_run("steps=3")
     data = [argument for argument in small if not argument.startswith(("model", "tokenizer"))]

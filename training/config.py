@@ -84,7 +84,7 @@ class Config:
     def __post_init__(self):
         self.compile = str(self.compile).lower()  # people type compile=True
         check(self)
-        if self.name is not None and not re.fullmatch(r"[\w.+=/-]+", self.name):
+        if self.name is not None and not re.fullmatch(r"(?!/|.*\.\.)[\w.+=/-]+", self.name):
             raise ValueError(f"name={self.name} names a folder: use letters, digits, - and _")
 
     def schedule_step(self, step: int, elapsed: float) -> float:
@@ -223,7 +223,7 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     """What was typed, over the configuration of a resumed checkpoint, or over the model, attention and break_it of a
     parent (init_from=). ValueError for a value that is not allowed or contradicts a resumed run."""
     typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
-    source, chosen = resumed or parent, HydraConfig.get().runtime.choices
+    source, chosen, usual_steps = resumed or parent, HydraConfig.get().runtime.choices, cfg.steps
     if resumed and "experiment" in typed:
         raise ValueError("a resumed run has its experiment's values already: leave experiment= out")
     if source:
@@ -243,6 +243,8 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
         cfg = cast(DictConfig, merged)
     if "steps" in typed and "max_minutes" not in typed:  # who wants so many steps gets them
         cfg.max_minutes = None
+    elif resumed and "max_minutes" in typed and "steps" not in typed:  # and who wants more minutes
+        cfg.steps = max(cfg.steps, usual_steps)
     found = cast(Config, OmegaConf.to_object(cfg))
     if resumed:
         refuse_changes(found, resumed)
