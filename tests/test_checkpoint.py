@@ -11,6 +11,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from training import checkpoint
 from training.checkpoint import FOLDER, all_checkpoints, find_checkpoint, load_checkpoint, save_checkpoint
+from training.huggingface import find_weights
 from training.optimizer import OptimizerConfig, build_optimizers
 
 TINY = {"x": torch.zeros(2)}
@@ -122,6 +123,7 @@ def runs(tmp_path) -> Path:
 def test_resume_finds(runs, named, name, expected):
     assert find_checkpoint(named, runs, name).path == runs / expected / FOLDER / "step_000002"
     assert find_checkpoint(named, runs, name, best=True).path == runs / expected / FOLDER / "step_000001"
+    assert named == "auto" or find_weights(named, runs).step == 1
     path = runs / "old" / FOLDER / "step_000001"  # a step's folder may be named
     assert find_checkpoint(str(path), runs).step == 1
 

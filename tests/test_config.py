@@ -4,9 +4,10 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
+import sample
 import train
 from tests.runs import composed
-from training.config import CONF, Config, leaves
+from training.config import CONF, NANOGPT, Config, leaves
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 GROUPS = {
@@ -32,6 +33,12 @@ def test_every_recipe_composes_and_only_the_timed_ones_have_a_time_limit(experim
 def test_every_option_of_every_group_composes(i):
     typed = [f"{group}={options[i % len(options)]}" for group, options in GROUPS.items()]
     composed(*typed, *["data.path=FILE"] * (not {"data=bin", "data=hub", "data=text"}.isdisjoint(typed)))
+
+
+def test_what_is_said_to_users_of_nanogpt_is_there():
+    ours = {word for words in NANOGPT.values() for word in words.split()}
+    known = {name for schema in (Config, sample.Config) for name, _ in leaves(schema)} | GROUPS.keys()
+    assert ours <= known | {f"experiment={name}" for name in EXPERIMENTS}
 
 
 def test_ones_own_text_gets_the_default_recipe():
@@ -133,7 +140,7 @@ def test_the_limits_of_every_group_of_the_configuration_are_checked():
             for leaf in fields(entry.default_factory):
                 if "least" in leaf.metadata.get("limits", {}) and leaf.metadata["limits"]["least"] == 1:
                     wrong = {leaf.name: 0 if "int" in str(leaf.type) else ""}
-                    with pytest.raises(ValueError, match=leaf.name):
+                    with pytest.raises(ValueError, match=f"{entry.name}.{leaf.name}="):
                         Config(**{entry.name: entry.default_factory(**wrong)})
 
 

@@ -131,7 +131,7 @@ def test_pass_keys_are_counted_by_the_depth_and_the_length_of_the_text(monkeypat
 def test_a_run_on_a_made_text_says_how_much_of_it_is_found(source, call, small, tmp_path, monkeypatch):
     monkeypatch.setattr("data.made.DOCUMENTS", 60)
     monkeypatch.setattr(context, "TEXTS", 5)
-    own = [f"data={source}", "data.path=null", "model.context_length=128", "steps=1", "tokens_per_step=512"]
+    own = [f"data={source}", "data.path=null", "model.context_length=512", "steps=1", "tokens_per_step=2048"]
     ended = call(train, *small, *own, f"runs={tmp_path}", "name=x")
     assert ended.code == 0, ended.err
     ended = call(sample, f"runs={tmp_path}", "context=true")
@@ -141,10 +141,10 @@ def test_a_run_on_a_made_text_says_how_much_of_it_is_found(source, call, small, 
         assert all(0 <= float(share) <= 100 for (share, _) in rows)
         assert (tmp_path / "x" / "passkey.png").exists()
         return
-    kept, half, hits = load_checkpoint(last(tmp_path / "x")), second_half(128), []
+    kept, half, hits = load_checkpoint(last(tmp_path / "x")), second_half(512), []
     model = network(kept, "auto", torch.device("cpu"))
-    dataset = open_data(DataConfig(**kept.state["config"]["data"]), TokenizerConfig("byte"), None, 128)
-    for batch in validation_batches(dataset.val, dataset.val_documents, 4, 128, context.WINDOWS * 128):
+    dataset = open_data(DataConfig(**kept.state["config"]["data"]), TokenizerConfig("byte"), None, 512)
+    for batch in validation_batches(dataset.val, dataset.val_documents, 4, 512, context.WINDOWS * 512):
         found = model(batch.x, documents=torch.zeros_like(batch.x)).argmax(-1) == batch.y
         hits.append(found[:, half].double().mean(1))
     assert f"{float(torch.cat(hits).mean()):.1%} of the second string" in ended.out

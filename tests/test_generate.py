@@ -152,6 +152,8 @@ def test_logits_that_are_nan_are_refused_when_they_come(temperature):
     assert len([next(tokens) for _ in range(3)]) == 3
     with pytest.raises(ValueError, match="NaN"):
         next(tokens)
+    model.break_it = BreakIt("no_max")  # a broken model may show it
+    assert len([*generate(model, idx, 9, Sampler(temperature))]) == 9
 
 
 def test_a_model_in_training_is_refused():
@@ -205,7 +207,8 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature):
 
 @pytest.mark.parametrize("impl", ["tiled", "triton"])
 def test_a_cleared_cache_begins_at_position_0_again(impl):
-    cache = KVCache(made(impl), 1)
+    cache = KVCache(made(impl), 1, 5)
+    assert cache.layers[0].k.shape[2] == 5
     cache.advance(5)
     assert cache.positions(2).tolist() == [5, 6]
     cache.advance(-cache.length)

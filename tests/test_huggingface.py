@@ -140,6 +140,8 @@ def test_a_model_that_we_would_compute_otherwise_is_refused(name, make):
 
 def test_logits_are_compared_on_texts_that_go_beyond_the_window(make, monkeypatch):
     """A window of 999 changes no text that compare() can afford."""
+    _, folder = make("qwen3", MODELS["qwen3 without its window"] | {"layer_types": ["sliding_attention"] * 2})
+    assert huggingface.load(str(folder)).state["config"]["attention"]["window"] == 7
     _, folder = make("mistral", LLAMA | {"sliding_window": 999})
     found = huggingface.configuration
     monkeypatch.setattr(huggingface, "configuration", lambda theirs: (found(theirs)[0], AttentionConfig()))

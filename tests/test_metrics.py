@@ -125,8 +125,10 @@ class Fake:
 
     def __init__(self, fails: tuple[str, ...] = ()):
         self.fails, self.inits, self.logged, self.finished = fails, [], [], []
-        self.define_metric, self.teardown = Mock(), Mock()
-        self.Settings, self.setup, self.login = dict, dict, lambda **_: bool(os.environ["WANDB_API_KEY"])
+        self.define_metric, self.teardown, self.setup, self.Settings = Mock(), Mock(), Mock(), dict
+
+    def login(self, **_):
+        return os.environ["WANDB_API_KEY"] and (self.setup.called or os.environ.get("WANDB_MODE") != "offline")
 
     def init(self, mode, **arguments):
         assert all(tag.strip() for tag in os.environ.get("WANDB_TAGS", "none").split(","))
@@ -174,6 +176,8 @@ def test_wandb_gets_every_record_and_a_resumed_run_goes_on_there_or_anew(fake, t
         log_step(run, step)
     run.close(3)
     begun(tmp_path, WandbConfig(), resume_step=resume_step)
+    Metrics(tmp_path, 10)
+    assert not (tmp_path / "wandb_id.txt").exists()
     (mode, first), (_, second) = wandb.inits
     assert mode == "online"
     assert (first["id"] == second["id"]) == same
@@ -210,7 +214,7 @@ def test_wandb_itself_finds_the_key_and_its_variables_win(file, variables, found
     ("mode", "environment", "api_key", "begins"),
     [("auto", None, "key", ["online"]), ("auto", None, "", []), ("auto", "offline", "", ["offline"]),
      ("auto", "disabled", "key", []), ("offline", None, "", ["offline"]), ("disabled", "online", "key", []),
-     ("online", None, "", ["offline"]), ("auto", "dryrun", "", ["dryrun"])],
+     ("online", None, "", ["offline"]), ("auto", "dryrun", "", ["dryrun"]), ("online", "offline", "key", ["online"])],
 )  # fmt: skip
 def test_the_mode_is_the_configurations_else_the_environments_else_by_the_key(
     fake, tmp_path, monkeypatch, capsys, mode, environment, api_key, begins
@@ -231,6 +235,7 @@ def test_where_it_cannot_begin_online_it_begins_offline_and_says_so_in_a_line(fa
     why, later = capsys.readouterr().out.splitlines()
     assert "no route to host and more" in why
     assert f"wandb sync {tmp_path}/wandb/offline-run-" in later
+    assert sum(int(value) for name, value in metrics.WANDB.items() if "TIMEOUT" in name) <= 12  # seconds
 
 
 @pytest.mark.parametrize("fails", [("online", "offline"), ("log",), ("finish",), ("import",)])

@@ -224,7 +224,7 @@ def test_what_the_ranks_cannot_share_is_refused(name):
     parallel, model, attention = REFUSED[name]
     model = GPTConfig(**model)
     keys = {"dtype": "fp16", "probe": SimpleNamespace(every=5), "break_it": BreakIt(["no_max"])}
-    cfg = SimpleNamespace(model=model, length=lambda step: model.context_length, **keys)
+    cfg = SimpleNamespace(model=model, **keys)
     with pytest.raises(ValueError, match=name):
         Ranks(size=2, config=ParallelConfig(**parallel)).check(cfg, AttentionConfig(**attention))
 

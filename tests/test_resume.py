@@ -111,7 +111,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_by_the_resumed_run(small_run,
 def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_deleted(small_run, tmp_path):
     small_run("steps=6 checkpoint_every=2 keep_last=9")
     x = tmp_path / "x"
-    small_run(f"resume={x}/checkpoints/step_000002 name=x steps=4")
+    small_run(f"resume={x}/../x/checkpoints/step_000002 name=x steps=4")
     assert [path.name for path in all_checkpoints(x / FOLDER)] == ["step_000002", "step_000004"]
     assert {path.name for path in (x / FOLDER).glob("later-*")} == {"later-step_000004", "later-step_000006"}
     assert [record["step"] for record in records(x)] == [1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_a_nan_leaves_the_weights_before_it_to_go_on_from(small_run, tmp_path):
     batch = load_checkpoint(fault).training["batch.x"].clone()
     small_run("resume=auto name=nan optimizer.lr=1e29", code=1)  # NaN at step 2 again, with another batch
     assert not torch.equal(load_checkpoint(fault).training["batch.x"], batch)
-    small_run("steps=5 attention.softmax_scale=1e30", code=1)
+    assert "resume=" not in small_run("steps=5 attention.softmax_scale=1e30", code=1).out  # there is no checkpoint
     small_run("steps=1 seed=5")
     assert "seed=5" in (tmp_path / "x" / "typed.txt").read_text()
 
@@ -141,7 +141,7 @@ def test_a_text_in_a_checkpoint_is_text_and_an_unknown_key_one_line(small_run, t
     small_run("steps=1")
     state = last(tmp_path / "x") / "state.json"
     state.write_text(state.read_text().replace('"project": null', '"project": "${oc.env:HOME}"'))
-    small_run("resume=auto steps=2")
+    small_run("resume=auto steps=2", "data.field=${x}")
     assert OmegaConf.load(tmp_path / "x" / "config.yaml").wandb.project == "${oc.env:HOME}"
     state = last(tmp_path / "x") / "state.json"
     state.write_text(state.read_text().replace('"n_layer"', '"n_layers"'))

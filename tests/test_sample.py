@@ -8,6 +8,7 @@ from dataclasses import asdict
 from io import BytesIO, TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,6 +130,11 @@ def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp
 def test_characters_are_written_whole(write, run, tokens, text):
     keep(run, parrot([*tokens, END]))
     assert write("max_new_tokens=60") == text + "\n"
+
+
+def test_on_a_gpu_every_token_is_read(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    assert [*sample.one_behind(torch.tensor([[[5]], [[7]]]))] == [5, 7]
 
 
 def test_text_is_written_while_it_is_made(write, run, monkeypatch):

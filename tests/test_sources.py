@@ -11,7 +11,7 @@ import pytest
 
 from data import download
 from data.dataset import open_data
-from data.made import answer, passkey, second_half
+from data.made import answer, documents, passkey, second_half
 from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare
 from data.text import find, read, standard_input
 from data.tokenizer import TokenizerConfig
@@ -40,7 +40,7 @@ def refusal(function, *arguments, **options) -> str:
 
 NO_TEXT = {
     "empty.txt": b"", "binary.txt": b"a\0b", "latin1.txt": b"caf\xe9", "cut.txt.gz": b"\x1f\x8b",
-    "list.jsonl": b"[1]\n", "broken.jsonl": b'{"text": "a"}\n{"te',
+    "damaged.gz": gzip.compress(b"a")[:10] + b"\xff", "list.jsonl": b"[1]\n", "broken.jsonl": b'{"text": "a"}\n{"te',
 }  # fmt: skip
 FORMS = {  # {form: (files, data.path)}, each with DOCUMENTS
     "folder": ({f"a/{i}/b.md": text for i, text in enumerate(DOCUMENTS)}, "."),
@@ -75,21 +75,24 @@ def test_runs_the_cache_and_hidden_files_are_never_text(tmp_path, monkeypatch, p
     found = find(path.format(here=tmp_path), ["data/cache", tmp_path / "runs"])
     assert [str(file.relative_to(tmp_path)) for file in found] == ["a/data/cache.txt", "text.txt"]
     assert [file.name for file in find("runs/a", ["runs"])] == ["metrics.jsonl", "samples.txt"]  # asked for by name
+    made = prepare(DataConfig("text", ".", cache="data/cache"), BYTE, runs="runs")
+    assert (made / "about").read_text().startswith("1 document")
 
 
-def test_of_a_folder_all_text_is_read_and_what_is_left_out_is_counted(make, tmp_path, capsys):
+def test_of_a_folder_all_text_is_read_and_what_is_left_out_is_counted(make, tmp_path, capsys, monkeypatch):
     """A foreign .jsonl refused the whole folder. Files without a known suffix were left out uncounted."""
-    foreign = {name: NO_TEXT[name] for name in ("list.jsonl", "latin1.txt", "cut.txt.gz", "binary.txt")}
+    foreign = {name: NO_TEXT[name] for name in ("list.jsonl", "latin1.txt", "cut.txt.gz", "damaged.gz", "binary.txt")}
     foreign |= {"deep binary": b"a" * 9999 + b"\0", "tar.GZ": gzip.compress(b"a\0"), "b.csv": b"1", "c.JSON": b"1"}
     names = ("{}.md", "README{}", "{}.cs", "{}.tsx")
     write(tmp_path / "texts", foreign | {names[i % 4].format(i): text for i, text in enumerate(DOCUMENTS)})
     write(tmp_path, {"elsewhere/a.txt": "no"})
     for name in ("elsewhere", "texts"):  # one of them is a circle
         (tmp_path / "texts" / f"link to {name}").symlink_to(tmp_path / name)
-    for _ in range(2):  # also where the tokens are there already
-        assert arrived(make(tmp_path / "texts")) == sorted(DOCUMENTS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / "texts", "~/texts"):  # also where the tokens are there already
+        assert arrived(make(path)) == sorted(DOCUMENTS)
         (said,) = [line for line in capsys.readouterr().err.splitlines() if "40 documents" in line]
-        assert f"cannot be read: 4, the first: {tmp_path}/texts/cut.txt.gz" in said
+        assert f"cannot be read: 5, the first: {tmp_path}/texts/cut.txt.gz" in said
         assert "left out: 6 " in said  # two are binary, two data, two links
 
 
@@ -167,6 +170,10 @@ def test_a_made_document_fills_a_context_and_its_answer_is_where_it_is_said_to_b
     else:
         text = passkey(T, 0.3, np.random.default_rng(0))
         assert (len(text), text.count(text[answer(T)]), len(targets)) == (T - 1, 3, T - 1)
+        made_of_it = documents(source, 4096)
+        asked = [text.count("What is") for text in made_of_it]
+        assert 0.45 < asked.count(1) / len(asked) < 0.6 < max(asked)
+        assert sum(text.startswith("The pass") for text in made_of_it) > 0.05 * len(asked)
     assert "tokenizer=gpt2" in refusal(open_data, made, TokenizerConfig("gpt2"), context_length=T)
     assert "model.context_length=7" in refusal(open_data, made, BYTE, context_length=7)
 
@@ -176,7 +183,7 @@ def test_a_made_document_fills_a_context_and_its_answer_is_where_it_is_said_to_b
 
 def shard(path: Path, ids: list[int], magic=(20240520, 1), dtype="<u2") -> Path:
     path.parent.mkdir(exist_ok=True, parents=True)
-    header = np.array([*magic, len(ids), *[0] * 253], "<i4")
+    header = np.array([*magic, min(len(ids), 3), *[0] * 253], "<i4")
     path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
     return path
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.runs import last, losses, records
 from training.checkpoint import load_checkpoint
+from training.config import to_type
 from training.step import TrainStep
 
 
@@ -156,10 +158,14 @@ def test_a_job_without_memory_says_the_way_out_and_leaves_its_own_to_the_next_on
     monkeypatch.setattr(TrainStep, "__call__", full)
     monkeypatch.setattr(train.machine, "about", lambda device, about=train.machine.about: alive.append(
         [model() for model in models]) or about(device))  # fmt: skip
-    err = small_run("steps=2 seed=1,2 name=null -m", code=1).err
+    err = small_run("steps=2 name=a,b -m", code=1).err
     assert alive == [[], [None]]
     assert "batch_size=4 with tokens_per_step=128" in err
     assert "Traceback" not in err
+    monkeypatch.setattr(TrainStep, "__call__", lambda *_: int("a program error"))
+    assert "Traceback" in small_run("steps=1", code=1).err
+    monkeypatch.setattr(train.machine, "about", Mock(side_effect=KeyboardInterrupt))
+    small_run("seed=1,2 -m", code=130)  # ends the sweep, too
 
 
 def test_the_first_lines_name_commit_versions_device_attention_and_parameters(small_run):
@@ -169,13 +175,15 @@ def test_the_first_lines_name_commit_versions_device_attention_and_parameters(sm
         assert part in said
 
 
-def test_a_command_that_is_printed_can_be_typed(small_run, tmp_path):
+def test_a_command_that_is_printed_can_be_typed(small_run, tmp_path, monkeypatch):
     """In any folder, where it was train.py of that folder; and folders with a space were not quoted."""
     runs = f"runs={tmp_path}/my runs"
     said = small_run("steps=1", runs).out
     command = said.splitlines()[-1].removeprefix("next: ")
     assert shlex.split(command) == ["python", train.__file__, "resume=auto", "name=x", runs, "steps=2"]
     assert small_run("resume=auto steps=2", runs).code == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [to_type(script).split()[0] for script in ("train.py", "breakit.py")] == ["torchrun", "python"]
 
 
 @pytest.mark.slow
