@@ -155,12 +155,11 @@ def set_up(typed: DictConfig) -> Run:
         dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
-    loader = Loader(
-        dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=cfg.model.context_length,
-        seed=cfg.seed, with_documents=cfg.attention.documents, random_offset=cfg.data.source not in SHORTEST,
-        rank=ranks.data_rank, world_size=ranks.data_size,
-    )  # fmt: skip
-    sizes = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
+    T, packed = cfg.model.context_length, cfg.attention.documents
+    loader = Loader(dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
+                    with_documents=packed, random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank,
+                    world_size=ranks.data_size)  # fmt: skip
+    sizes = cfg.batch_size, T, cfg.eval_tokens, packed
     validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
     validation()  # ValueError if the text is too short
     torch.manual_seed(cfg.seed)
@@ -168,9 +167,8 @@ def set_up(typed: DictConfig) -> Run:
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
-    autocast = machine.set_precision(dtype, device)
-    train_step = TrainStep(model, optimizers, scaler, autocast, mode, grad_clip=cfg.optimizer.grad_clip,
-                           stop_on_nan=cfg.stop_on_nan, ranks=ranks)  # fmt: skip
+    train_step = TrainStep(model, optimizers, scaler, machine.set_precision(dtype, device), mode,
+                           cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)  # fmt: skip
     if parent:
         take_weights(parent, model)
     if resumed:
@@ -181,11 +179,10 @@ def set_up(typed: DictConfig) -> Run:
     cfg.name = name_of(cfg, resumed)
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
-    planned = 0 if cfg.max_minutes else cfg.steps  # with a time limit it is not known how many steps there will be
-    metrics = Metrics(folder, planned, cfg.break_it.label, step, ranks.first)
-    checks = probe.STEPS if cfg.break_it.broken else ()
-    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
-              seconds=state.get("seconds", 0.0), unfinished=state.get("unfinished", False))  # fmt: skip
+    metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
+    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step,
+              probe.STEPS if cfg.break_it.broken else (), step, state.get("seconds", 0.0),
+              state.get("unfinished", False))  # fmt: skip
     introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
