@@ -20,7 +20,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from conf.keys import check, key
 from data import download, made, text
 from data.tokenizer import TokenizerConfig, build, encode_all, to_json
 
-FORMAT = 5  # increase it if the same text gives other files
+FORMAT = 6  # increase it if the same text gives other files
 LEARN = 1 << 28  # characters that bpe learns from; more change few merges, and rustbpe's counts need memory
 NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # of Python's folders
 SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
@@ -96,9 +96,7 @@ def files_of(data: DataConfig, runs: str = "") -> list[Path]:
     cache, path = Path(data.cache), data.path or ""
     match data.source:
         case "pystdlib" | "pypackages":
-            names = ("stdlib",) if data.source == "pystdlib" else ("purelib", "platlib")
-            roots = {Path(sysconfig.get_path(name)).resolve() for name in names}  # lib64 may be a link to lib
-            return sorted(file for root in roots for file in text.walk(root, NOT_READ) if file.suffix == ".py")
+            return sorted(file for root in roots(data) for file in text.walk(root, NOT_READ) if file.suffix == ".py")
         case "text":
             if path == "-":
                 path = data.path = str(text.standard_input(cache.absolute()))
@@ -114,38 +112,46 @@ def files_of(data: DataConfig, runs: str = "") -> list[Path]:
     return []
 
 
-def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], str]:
-    """(documents, a note of files that cannot be read). Without exact repeats: in both splits they test memory."""
+def roots(data: DataConfig) -> set[Path]:
+    names = {"pystdlib": ("stdlib",), "pypackages": ("purelib", "platlib")}.get(data.source, ())
+    return {Path(sysconfig.get_path(name)).resolve() for name in names}  # lib64 may be a link to lib
+
+
+def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[dict[str, str], str]:
+    """({document: its package, with data=pypackages, or the document}, a note of files that cannot be read).
+    Without exact repeats: in both splits they test memory."""
     if length:
-        return made.documents(data.source, length), ""
-    texts: dict[str, None] = {}  # a set that keeps the order
-    refused = []
+        return {document: document for document in made.documents(data.source, length)}, ""
+    texts, refused = dict[str, str](), list[str]()
     for file in files:
+        folder = next((root for root in roots(data) if data.source == "pypackages" and root in file.parents), None)
         try:
-            texts |= dict.fromkeys(text.read(file, data.field))
+            for document in text.read(file, data.field):
+                texts.setdefault(document, file.relative_to(folder).parts[0] if folder else document)
         except ValueError as error:
             refused.append(str(error))
     if data.source == "hub" and text.suffix(files[0]) != ".jsonl":  # TinyStories and others separate documents so
         line = r"(?m)^<\|endoftext\|>\r?$"
-        texts = dict.fromkeys(part.strip("\r\n") for whole in texts for part in re.split(line, whole))
+        texts = {part: part for whole in texts for part in (p.strip("\r\n") for p in re.split(line, whole))}
     texts.pop("", None)
     if not texts:
         raise ValueError(refused[0] if refused else f"data.path={data.path} has no text: name files, or FOLDER/*.csv")
     note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
-    return [*texts], note
+    return texts, note
 
 
-def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
-    """(training, validation) documents; validation has about val_fraction of the bytes.
+def split(texts: dict[str, str], val_fraction: float) -> tuple[list[str], list[str]]:
+    """(training, validation) documents; validation has about val_fraction of the bytes. texts: as of read().
 
-    Goes through the documents in the order of their hashes, which is random and stays the same when files are renamed
-    or added. Takes each one that still fits, half of them at most. If they fill less than half of the share (the text
-    is one or a few big files), the rest comes from the end of the largest other document, from the start of a line."""
-    sizes = {document: len(document.encode()) for document in texts}  # no two are equal
+    Goes through the packages, or documents, in the order of their hashes, which is random and stays the same when files
+    are renamed or added. Takes each one that still fits, half of the documents at most. If they fill less than half of
+    the share (the text is big files), the rest is the end of the largest other document, from the start of a line."""
+    sizes = {document: len(document.encode()) for document in texts}
     share = left = val_fraction * sum(sizes.values())
-    for document in sorted(texts, key=lambda document: hashlib.sha256(document.encode()).digest()):
-        if sizes[document] <= left and 2 * len(sizes) > len(texts):
-            left -= sizes.pop(document)
+    packages = [list(group) for _, group in groupby(texts, texts.__getitem__)]
+    for package in sorted(packages, key=lambda package: hashlib.sha256(texts[package[0]].encode()).digest()):
+        if sum(map(sizes.__getitem__, package)) <= left and 2 * (len(sizes) - len(package)) >= len(texts):
+            left -= sum(map(sizes.pop, package))
     train, val = [*sizes], [document for document in texts if document not in sizes]
     if left > share / 2:
         largest = max(train, key=sizes.__getitem__)
@@ -156,7 +162,7 @@ def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
     return train, val
 
 
-def make(folder: Path, texts: list[str], note: str, val_fraction: float, tokenizer: TokenizerConfig | Encoding) -> None:
+def make(folder: Path, texts: dict, note: str, val_fraction: float, tokenizer: TokenizerConfig | Encoding) -> None:
     """Makes the folder with all its files. note: for the file about, after the counts."""
     print(f"data: making {folder}", file=sys.stderr)
     train, val = split(texts, val_fraction)

@@ -12,7 +12,8 @@ import pytest
 from data import download
 from data.dataset import open_data
 from data.made import answer, documents, passkey, second_half
-from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare
+from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare, split
+from data.prepare import read as documents_of
 from data.text import find, read, standard_input
 from data.tokenizer import TokenizerConfig
 from tests.test_data import DOCUMENTS, UNICODE, texts, write
@@ -143,6 +144,9 @@ def test_python_code_is_read_without_its_tests(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
     assert len(files_of(DataConfig("pystdlib"))) == 2
     assert len(files_of(DataConfig("pypackages"))) == 2
+    write(tmp_path / "purelib", {f"p{i}/{j}.py": f"{i} {j}" * 9 for i in range(10, 30) for j in range(5)})
+    _, val = split(documents_of(data := DataConfig("pypackages"), files_of(data), None)[0], 0.2)
+    assert {sum(text[:2] == each[:2] for text in val) for each in val} == {5}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -4,10 +4,8 @@
 
 The same tokens of the validation text are predicted given at most 32, 64, ..., T tokens, so differences are due to the
 context alone. For that each window of T tokens is cut into pieces of N tokens that overlap by half, and the second half
-of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token.
-
-With data=recall also the share of the second string that the model gets right. With data=passkey the share of pass keys
-that it finds, by the length of a text and the depth at which the key was told in it; as a picture beside the run, too.
+of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token. With data=recall also the
+share of the second string that it gets right; with data=passkey that of the pass keys found, and a picture of it.
 """
 
 import math
