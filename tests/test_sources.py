@@ -145,8 +145,8 @@ def test_python_code_is_read_without_its_tests(tmp_path, monkeypatch):
     assert len(files_of(DataConfig("pystdlib"))) == 2
     assert len(files_of(DataConfig("pypackages"))) == 2
     write(tmp_path / "purelib", {f"p{i}/{j}.py": f"{i} {j}" * 9 for i in range(10, 30) for j in range(5)})
-    _, val = split(documents_of(data := DataConfig("pypackages"), files_of(data), None)[0], 0.2)
-    assert {sum(text[:2] == each[:2] for text in val) for each in val} == {5}
+    _, val = split(documents_of(data := DataConfig("pypackages"), files_of(data), None)[0], 0.17)
+    assert {sum(text[:2] == each[:2] for text in val) for each in val if each != "purelib"} == {5}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
