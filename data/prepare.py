@@ -118,16 +118,16 @@ def roots(data: DataConfig) -> set[Path]:
 
 
 def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[dict[str, str], str]:
-    """({document: its package, with data=pypackages, or the document}, a note of files that cannot be read).
-    Without exact repeats: in both splits they test memory."""
+    """({document: its package (pypackages) or itself}, a note of unread files). Exact repeats would test memory."""
     if length:
         return {document: document for document in made.documents(data.source, length)}, ""
     texts, refused = dict[str, str](), list[str]()
+    packages = roots(data) if data.source == "pypackages" else set[Path]()
     for file in files:
-        folder = next((root for root in roots(data) if data.source == "pypackages" and root in file.parents), None)
+        package = next((file.relative_to(root).parts[0] for root in packages if root in file.parents), None)
         try:
             for document in text.read(file, data.field):
-                texts.setdefault(document, file.relative_to(folder).parts[0] if folder else document)
+                texts.setdefault(document, package or document)
         except ValueError as error:
             refused.append(str(error))
     if data.source == "hub" and text.suffix(files[0]) != ".jsonl":  # TinyStories and others separate documents so

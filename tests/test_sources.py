@@ -136,14 +136,14 @@ def test_a_key_that_the_source_would_ignore_is_refused():
         assert "data.path=" in refusal(DataConfig, source, None if source in READERS else "a")
 
 
-def test_python_code_is_read_without_its_tests(tmp_path, monkeypatch):
+def test_python_code_is_read_without_its_tests_and_packages_are_not_cut(tmp_path, monkeypatch):
     """purelib and platlib may be one folder."""
     for room in ("stdlib", "purelib"):
         write(tmp_path / room, dict.fromkeys(("x.py", "deep/y.py", "z.so", "test/z.py", "tests/z.py"), room))
     (tmp_path / "platlib").symlink_to(tmp_path / "purelib")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
-    assert len(files_of(DataConfig("pystdlib"))) == 2
-    assert len(files_of(DataConfig("pypackages"))) == 2
+    assert [len(files_of(DataConfig(source))) for source in ("pystdlib", "pypackages")] == [2, 2]
+    assert documents_of(std := DataConfig("pystdlib"), files_of(std), None)[0] == {"stdlib": "stdlib"}
     write(tmp_path / "purelib", {f"p{i}/{j}.py": f"{i} {j}" * 9 for i in range(10, 30) for j in range(5)})
     _, val = split(documents_of(data := DataConfig("pypackages"), files_of(data), None)[0], 0.17)
     assert {sum(text[:2] == each[:2] for text in val) for each in val if each != "purelib"} == {5}

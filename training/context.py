@@ -5,7 +5,7 @@
 The same tokens of the validation text are predicted given at most 32, 64, ..., T tokens, so differences are due to the
 context alone. For that each window of T tokens is cut into pieces of N tokens that overlap by half, and the second half
 of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token. With data=recall also the
-share of the second string that it gets right; with data=passkey that of the pass keys found, and a picture of it.
+share of the second string that is right. With data=passkey the share of keys found, and passkey.png beside the run.
 """
 
 import math
