@@ -41,6 +41,8 @@ class GPTConfig:
     mlp_hidden: int | None = key(None, "width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1)
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
+    bigram_rows: int = key(0, "rows of the second embedding, of a token and the one before; 0: none", least=0)
+    mix_x0: bool = key(False, "before each block x = a x + b x0: x0 is the embedding, a and b are learned")
     residual_dtype: str = key("float32", "dtype of the stream", among="float32 | autocast (bf16 with dtype=bf16)")
     dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds", least=0, below=1)
     rope_base: float = key(10000.0, "rope's slowest frequency is about 1 / base", above=1)
@@ -94,6 +96,18 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+class Bigrams(nn.Embedding):
+    """An embedding of pairs of tokens: a table of bigrams. Pairs with the same hash share a row."""
+
+    def forward(self, idx: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward((idx * 36313 ^ before * 27191) % self.num_embeddings)
+
+
+def place(idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Of whole sequences (B, T): their positions, int64 (T,), and the token before each (B, T), -1 before the first."""
+    return torch.arange(idx.shape[1], device=idx.device), F.pad(idx, (1, -1), value=-1)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
@@ -142,8 +156,11 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.attention, self.mlp = Attention(config, attention_config, break_it), MLP(config)
         self.dropout = nn.Dropout(config.dropout_p)
+        self.mix = nn.Parameter(torch.tensor([1.0, 0.1])) if config.mix_x0 else None
 
-    def forward(self, x: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
+        if self.mix is not None:
+            x = self.mix[0] * x + self.mix[1] * x0
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents, layer))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -156,6 +173,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
         self.positions = nn.Embedding(config.context_length, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
         self.norm = norm(config)
@@ -173,12 +191,14 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if self.bigrams is not None:
+            nn.init.zeros_(self.bigrams.weight)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, sequence=None):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
-        KVCache, Ulysses or Recorder, with positions(T) and layers[i].attend(). Then the last logits come, (B, 1, V)."""
+        KVCache, Ulysses or Recorder, with place(idx) and layers[i].attend(). Then the last logits come, (B, 1, V)."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -189,24 +209,28 @@ class GPT(nn.Module):
         T, config, device = idx.shape[1], self.config, idx.device
         if T > config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={config.context_length}")
-        at = torch.arange(T, device=device) if sequence is None else sequence.positions(T)
+        documents = documents if self.attention_config.documents else None
+        at, before = place(idx) if sequence is None else sequence.place(idx)
         x = self.embedding(idx)  # (B, T, C)
+        if self.bigrams is not None:
+            if documents is not None:  # the token before a document's first is none of its own
+                before = before.where(documents[:, at] == documents[:, at - 1], -1)
+            x = x + self.bigrams(idx, before)
         if self.positions is not None:
             x = x + self.positions(at)
         if config.residual_dtype == "autocast" and torch.is_autocast_enabled(device.type):
             x = x.to(torch.get_autocast_dtype(device.type))
-        x = self.dropout(x)
+        x = x0 = self.dropout(x)
         rope = rope_table(at, config.head_size, config.rope_base) if config.position == "rope" else None
-        documents = documents if self.attention_config.documents else None
         # Drawn here and passed down as tensors, so that the backward and a block computed again get the same mask.
         dropping = self.training and self.attention_config.dropout_p > 0
         seeds = draw_seeds(config.n_layer, device) if dropping else [None] * config.n_layer
         layers = [None] * config.n_layer if sequence is None else sequence.layers
         for block, seed, layer in zip(self.blocks, seeds, layers, strict=True):
             if self.training and config.recompute != "false":
-                x = recomputed(block, x, rope, seed, documents, layer)
+                x = recomputed(block, x, x0, rope, seed, documents, layer)
             else:
-                x = block(x, rope, seed, documents, layer)
+                x = block(x, x0, rope, seed, documents, layer)
         return self.norm(x)
 
     def parameter_count(self) -> int:
@@ -215,11 +239,11 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), but causal attention at half: 6 for
         each weight that multiplies, and in each layer 12 C for each key that a query sees."""
-        tables = 0 if self.config.tie_head else self.embedding.weight.numel()
-        tables += 0 if self.positions is None else self.positions.weight.numel()
+        tables = [self.positions, self.bigrams, None if self.config.tie_head else self.embedding]
+        looked_up = sum(table.weight.numel() for table in tables if table is not None)
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]
         keys = sum(w - w**2 / (2 * T) for w in windows)  # seen by a query on average, summed over layers
-        return 6 * (self.parameter_count() - tables) + 12 * self.config.n_embd * keys
+        return 6 * (self.parameter_count() - looked_up) + 12 * self.config.n_embd * keys
 
 
 KEPT = ("tilegpt::attention", "aten::_scaled_dot_product_")  # the ops whose results recompute=selective keeps
@@ -234,10 +258,10 @@ def draws_from_torch(config: GPTConfig, attention: AttentionConfig) -> bool:
     return config.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
 
 
-def recomputed(block: Any, x: Tensor, rope, seed, documents, layer) -> Tensor:
+def recomputed(block: Any, x: Tensor, x0: Tensor, rope, seed, documents, layer) -> Tensor:
     """block(...), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
     restore = draws_from_torch(block.config, block.attention.attention_config)
     selective = partial(create_selective_checkpoint_contexts, keep_attention)
     keep = selective if block.config.recompute == "selective" else noop_context_fn
-    return checkpoint(block, x, rope, seed, documents, layer,
+    return checkpoint(block, x, x0, rope, seed, documents, layer,
                       use_reentrant=False, preserve_rng_state=restore, context_fn=keep)  # fmt: skip

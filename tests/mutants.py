@@ -46,6 +46,7 @@ TABLE = {
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
         ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
     "model/gpt.py": [
+        ("a bigram is of two documents", "before = before.where(", "before.where(", "gpt"),
         ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt"),
         ("all layers have one window", "attention_config.layer(i), break_it)", "attention_config.layer(0), break_it)",
          "gpt"),
@@ -54,11 +55,11 @@ TABLE = {
     "model/loss.py": [
         ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss")],
     "model/cache.py": [
-        ("a new token is a position late", "torch.arange(self.length, self.length + T",
-         "torch.arange(self.length + 1, self.length + 1 + T", "generate")],
+        ("a new token is a position late", "at + (self.length if", "at + (self.length + 1 if", "generate"),
+        ("a cache forgets the last token", "self.last.copy_(idx[:, -1:])", "pass", "generate")],
     "model/generate.py": [
         ("top_p keeps one too few", "cumsum(-1) - ordered >= self.top_p", "cumsum(-1) >= self.top_p", "generate"),
-        ("a full cache is not cleared", "kv_cache.advance(-kv_cache.length)", "pass", "generate")],
+        ("a full cache is not cleared", "kv_cache.clear()", "pass", "generate")],
     "kernels/launch.py": [
         ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
         ("all sequences visit the first one's tiles", "len(table) == 1 else table.stride(0)", "True else 0", "flash"),
@@ -98,7 +99,8 @@ TABLE = {
         ("the warm-up may take all the time", "elapsed / (0.2 * limit))", "elapsed / limit)", "config")],
     "training/parallel.py": [
         ("gradients are not summed", "dist.all_reduce(flat)", "dist.all_reduce(flat.clone())", "parallel"),
-        ("each rank has the first positions", "(self.rank * n, (self.rank + 1) * n,", "(0, n,", "parallel")],
+        ("each rank has the first positions", "at + self.rank * len(at)", "at", "parallel"),
+        ("each rank has a first token", "if self.rank:\n            b", "if False:\n            b", "parallel")],
     "training/probe.py": [
         ("headroom forgets 16 bits", "math.log(torch.finfo(call.q.dtype).max)", "math.log(3e38)", "probe"),
         ("a broken call is compared with itself", "replace(call.break_it, broken=broken)", "call.break_it", "awake")],

@@ -14,10 +14,11 @@ from tests.implementations import CUDA, HAS_TRITON
 from tests.reference import assert_within_budget
 
 CONTEXT, V = 24, 61
+PAIRS = {"bigram_rows": 40, "mix_x0": True}
 OPTIONS: dict[str, tuple[dict, dict]] = {  # of the model and of attention
     "learned": ({}, {}),
     "rope": ({"position": "rope", "rope_base": 50.0, "norm": "rmsnorm", "mlp": "swiglu", "bias": False}, {}),
-    "grouped": ({"n_kv_head": 2, "position": "rope", "qk_norm": True}, {"softmax_scale": 0.9}),
+    "grouped": ({"n_kv_head": 2, "position": "rope", "qk_norm": True, **PAIRS}, {"softmax_scale": 0.9}),
     "alibi": ({"position": "none", "n_kv_head": 1}, {"alibi": True}),
     "window": ({"position": "rope"}, {"window": 5, "softcap": 0.5}),
     "windows": ({}, {"windows": [3, None]}),
@@ -38,6 +39,8 @@ def made(impl: str, name: str = "learned", dtype=torch.float32, of_attention: di
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(6 if weight.ndim == 2 else 1)
+        if model.bigrams is not None:
+            model.bigrams.weight.normal_()
     return model
 
 
@@ -210,6 +213,7 @@ def test_a_cleared_cache_begins_at_position_0_again(impl):
     cache = KVCache(made(impl), 1, 5)
     assert cache.layers[0].k.shape[2] == 5
     cache.advance(5)
-    assert cache.positions(2).tolist() == [5, 6]
-    cache.advance(-cache.length)
-    assert (cache.positions(1).tolist(), cache.positions(2).tolist()) == ([0], [0, 1])
+    place = lambda *ids: [x.flatten().tolist() for x in cache.place(torch.tensor([ids]))]  # noqa: E731
+    assert [place(3, 4), place(8)] == [[[5, 6], [-1, 3]], [[5], [4]]]
+    cache.clear()
+    assert place(3, 4) == [[0, 1], [-1, 3]]

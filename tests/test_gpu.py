@@ -265,7 +265,7 @@ def test_rows_of_logits_past_two_to_the_31_numbers_are_found():
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=128, context_length=128, vocab_size=257)
 BF16, DROPPING = torch.bfloat16, AttentionConfig("triton", dropout_p=0.1)
-MODERN = {"position": "rope", "n_kv_head": 1, "norm": "rmsnorm", "mlp": "swiglu"}
+MODERN = {"position": "rope", "n_kv_head": 1, "norm": "rmsnorm", "mlp": "swiglu", "bigram_rows": 99, "mix_x0": True}
 BLOCKS = AttentionConfig("triton", block_mask=["x.", "xx"], block_mask_size=64, softcap=20.0)
 RECIPES = {
     "dropout": (DROPPING, {"dropout_p": 0.1}, "adamw", BF16),
@@ -353,7 +353,18 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(small_run, call, tmp_path
 
 SAMPLED = {
     "learned": ({}, {}),
-    "rope-grouped": ({"position": "rope", "n_kv_head": 2, "norm": "rmsnorm", "mlp": "swiglu", "bias": False}, {}),
+    "rope-grouped": (
+        {
+            "position": "rope",
+            "n_kv_head": 2,
+            "norm": "rmsnorm",
+            "mlp": "swiglu",
+            "bias": False,
+            "bigram_rows": 99,
+            "mix_x0": True,
+        },
+        {},
+    ),
     "windows-alibi-softcap": ({"position": "none"}, {"windows": [100, None], "alibi": True, "softcap": 5.0}),
 }
 MODELS = pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
@@ -368,6 +379,8 @@ def sampled(changes: tuple[dict, dict], dtype: torch.dtype, impl: str = "triton"
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4 if weight.ndim == 2 else 1)
+        if model.bigrams is not None:
+            model.bigrams.weight.normal_()
     return model.to(dtype)
 
 

@@ -175,8 +175,9 @@ def test_pickles_are_not_read(make):
 
 
 NOT_THERE = {"model.mlp": {"mlp": "relu2"}, "model.position": {"position": "rope"}, "model.n_head": {"n_kv_head": 1},
-             "attention.softcap": {"softcap": 9.0}, "attention.alibi": {"alibi": True},
-             "attention.window": {"window": 999}, "attention.windows": {"windows": [None, 999]}}  # fmt: skip
+             "model.bigram_rows": {"bigram_rows": 9}, "attention.softcap": {"softcap": 9.0},
+             "attention.alibi": {"alibi": True}, "attention.window": {"window": 999},
+             "attention.windows": {"windows": [None, 999]}}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", NOT_THERE)

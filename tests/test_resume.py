@@ -17,7 +17,8 @@ from tests.runs import assert_same_run, last, read_metrics, records
 from training.checkpoint import FOLDER, all_checkpoints, load_checkpoint
 
 DROPOUT = "model.dropout_p=0.1 attention.dropout_p=0.1"
-RECIPES = [f"{DROPOUT} sample_every=5", "optimizer=muon tokens_per_step=256", "dtype=fp16",
+RECIPES = [f"{DROPOUT} sample_every=5", "dtype=fp16",
+           "optimizer=muon tokens_per_step=256 model.bigram_rows=50 model.mix_x0=true",
            "dtype=bf16 attention=naive attention.documents=true", f"model.recompute=true {DROPOUT}",
            "data.source=recall data.path=null"]  # fmt: skip
 

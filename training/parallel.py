@@ -27,7 +27,7 @@ from torch.nn.utils import vector_to_parameters
 from conf.keys import key
 from data.loader import Batch
 from model.attention import AttentionConfig, attention
-from model.gpt import GPT
+from model.gpt import GPT, place
 
 
 @dataclass
@@ -222,9 +222,14 @@ class Ulysses:
         # Compiled by torch 2.11, AllToAll gives zero gradients (as in deepspeedai/DeepSpeed#8491).
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
-    def positions(self, n: int) -> Tensor:
-        """Where this rank's n tokens are in the sequence: int64 (n,)."""
-        return torch.arange(self.rank * n, (self.rank + 1) * n, device=self.device)
+    def place(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's tokens (B, n): their positions in the sequence, int64 (n,), and the token before each."""
+        at, before = place(idx)
+        lasts = [torch.empty_like(before[:, 0]) for _ in range(self.N)]
+        dist.all_gather(lasts, idx[:, -1].contiguous(), group=self.group)
+        if self.rank:
+            before[:, 0] = lasts[self.rank - 1]
+        return at + self.rank * len(at), before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **options: Any) -> Tensor:
         """attention() over the whole sequences. q, o (B, H, T / N, D); k, v (B, H_kv, T / N, D)."""

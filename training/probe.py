@@ -23,7 +23,7 @@ from kernels.problem import Problem
 from model import tiled
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import FAILURES, BreakIt
-from model.gpt import GPT
+from model.gpt import GPT, place
 from model.tiled import INF, LOG2E, by_key_head, tile
 from training.machine import rng_state, set_rng_state
 from training.step import TrainStep
@@ -66,12 +66,10 @@ class Call:
 class Recorder:
     """Stands where a KV cache would: model(idx, sequence=recorder) attends by it."""
 
-    def __init__(self, model: GPT, device: torch.device):
-        self.device, self.calls = device, list[Call]()
-        self.layers = [self] * len(model.blocks)
+    place = staticmethod(place)
 
-    def positions(self, T: int) -> Tensor:
-        return torch.arange(T, device=self.device)
+    def __init__(self, model: GPT):
+        self.calls, self.layers = list[Call](), [self] * len(model.blocks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others: Any) -> Tensor:
         o = attention(q, k, v, config, **others)
@@ -81,7 +79,7 @@ class Recorder:
 
 def record(model: GPT, idx: Tensor, documents: Tensor | None = None, targets: Tensor | None = None) -> list[Call]:
     """Every attention call of model(idx), in order; with targets also the gradients. Blocks must run uncompiled."""
-    recorder = Recorder(model, idx.device)
+    recorder = Recorder(model)
     with torch.set_grad_enabled(targets is not None):
         loss = model.hidden(idx, documents, recorder) if targets is None else model(idx, targets, documents, recorder)
     calls = [*recorder.calls]  # with model.recompute the backward makes each call a second time
@@ -223,7 +221,7 @@ def first_bad(call: Call) -> Place | None:
             if name in ("dv", "dk"):  # sums over all rows and heads that share a key, so all of them count
                 bad = bad.any(-1, keepdim=True).expand(len(bad), values["dq"].shape[1])
             if bad.any():
-                found.append(place(call, bad, rows, columns, WHAT[name]))
+                found.append(place_of(call, bad, rows, columns, WHAT[name]))
 
     arguments = call.problem(), call.config.block_m, call.config.block_n, watch
     with torch.autocast(call.q.device.type, enabled=False):
@@ -233,7 +231,7 @@ def first_bad(call: Call) -> Place | None:
     return found[0] if found else None
 
 
-def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Place:
+def place_of(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Place:
     """The first bad row of a tile. bad: bool (N, R)."""
     q, k, v = by_key_head(call.k.shape[1], call.q, call.k, call.v)
     n, g = (bad.view(*q.shape[:2], len(rows)).any(-1).nonzero()[0]).tolist()
