@@ -4,7 +4,6 @@ B batch, T tokens, C width (n_embd), H query heads, H_kv key/value heads, D = C 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +19,7 @@ from model.break_it import UNBROKEN, BreakIt
 from model.dropout import draw_seeds
 from model.loss import next_token_loss
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda y: F.relu(y).square()
-}  # fmt: skip
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda y: F.relu(y).square()}
 
 
 @dataclass
@@ -41,7 +38,9 @@ class GPTConfig:
     mlp_hidden: int | None = key(None, "width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1)
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
-    bigram_rows: int = key(0, "rows of the second embedding, of a token and the one before; 0: none", least=0)
+    bigram_rows: int = key(0, "rows of a second embedding, read at a hash of a token and the one before", least=0)
+    bigram_width: int = key(64, "width of these rows, before a matrix widens them to n_embd", least=1)
+    zero_init: bool = key(False, "matrices that add to the stream begin at 0, not at random")
     mix_x0: bool = key(False, "before each block x = a x + b x0: x0 is the embedding, a and b are learned")
     residual_dtype: str = key("float32", "dtype of the stream", among="float32 | autocast (bf16 with dtype=bf16)")
     dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds", least=0, below=1)
@@ -96,11 +95,16 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class Bigrams(nn.Embedding):
-    """An embedding of pairs of tokens: a table of bigrams. Pairs with the same hash share a row."""
+class Bigrams(nn.Module):
+    """An embedding of a token and the one before: a table of bigrams, in which pairs with the same hash share a row.
+    Its rows are narrow, so that it can have many of them."""
 
-    def forward(self, idx: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward((idx * 36313 ^ before * 27191) % self.num_embeddings)
+    def __init__(self, rows: int, width: int, C: int):
+        super().__init__()
+        self.table, self.widen = nn.Embedding(rows, width), nn.Linear(width, C, bias=False)
+
+    def forward(self, idx: Tensor, before: Tensor) -> Tensor:
+        return self.widen(self.table((idx * 36313 ^ before * 27191) % self.table.num_embeddings))
 
 
 def place(idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,9 +141,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         gated = config.mlp == "swiglu"
-        usual = 64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd  # 8/3 C in whole 64s, or 4 C
-        hidden = config.mlp_hidden or usual
-        self.act: Callable[[Tensor], Tensor] = F.silu if gated else ACTIVATIONS[config.mlp]
+        hidden = config.mlp_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
+        self.act: Any = F.silu if gated else ACTIVATIONS[config.mlp]
         self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, bias=config.bias)
@@ -173,7 +176,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
+        self.bigrams = Bigrams(config.bigram_rows, config.bigram_width, config.n_embd) if config.bigram_rows else None
         self.positions = nn.Embedding(config.context_length, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
         self.norm = norm(config)
@@ -185,14 +188,15 @@ class GPT(nn.Module):
 
     def initialise(self) -> None:
         """GPT-2's: normal with std 0.02; 0.02 / sqrt(2 L) for matrices that add to the stream, a sum of 2 L terms."""
+        adding = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                adds = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02)
+                nn.init.normal_(module.weight, std=adding if name.endswith((".out", ".down")) else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if self.bigrams is not None:
-            nn.init.zeros_(self.bigrams.weight)
+            nn.init.zeros_(self.bigrams.table.weight)
+            nn.init.normal_(self.bigrams.widen.weight, std=self.config.bigram_width**-0.5)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, sequence=None):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
@@ -227,10 +231,8 @@ class GPT(nn.Module):
         seeds = draw_seeds(config.n_layer, device) if dropping else [None] * config.n_layer
         layers = [None] * config.n_layer if sequence is None else sequence.layers
         for block, seed, layer in zip(self.blocks, seeds, layers, strict=True):
-            if self.training and config.recompute != "false":
-                x = recomputed(block, x, x0, rope, seed, documents, layer)
-            else:
-                x = block(x, x0, rope, seed, documents, layer)
+            call = partial(recomputed, block) if self.training and config.recompute != "false" else block
+            x = call(x, x0, rope, seed, documents, layer)
         return self.norm(x)
 
     def parameter_count(self) -> int:
@@ -239,11 +241,10 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), but causal attention at half: 6 for
         each weight that multiplies, and in each layer 12 C for each key that a query sees."""
-        tables = [self.positions, self.bigrams, None if self.config.tie_head else self.embedding]
-        looked_up = sum(table.weight.numel() for table in tables if table is not None)
+        tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not self.head.weight]
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]
         keys = sum(w - w**2 / (2 * T) for w in windows)  # seen by a query on average, summed over layers
-        return 6 * (self.parameter_count() - looked_up) + 12 * self.config.n_embd * keys
+        return 6 * (self.parameter_count() - sum(w.numel() for w in tables)) + 12 * self.config.n_embd * keys
 
 
 KEPT = ("tilegpt::attention", "aten::_scaled_dot_product_")  # the ops whose results recompute=selective keeps

@@ -40,7 +40,7 @@ def made(impl: str, name: str = "learned", dtype=torch.float32, of_attention: di
         for weight in model.parameters():
             weight.mul_(6 if weight.ndim == 2 else 1)
         if model.bigrams is not None:
-            model.bigrams.weight.normal_()
+            model.bigrams.table.weight.normal_()
     return model
 
 

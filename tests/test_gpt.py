@@ -30,7 +30,7 @@ def gpt(impl: str = "naive", of_attention: dict | None = None, break_it: BreakIt
     of_attention = {"impl": impl, "block_m": 16, "block_n": 16} | (of_attention or {})
     model = GPT(GPTConfig(**fields), AttentionConfig(**of_attention), break_it)
     if model.bigrams is not None:  # from zero it would hide a wrong row
-        torch.nn.init.normal_(model.bigrams.weight)
+        torch.nn.init.normal_(model.bigrams.table.weight)
     return model
 
 
@@ -84,6 +84,11 @@ def test_the_first_weights_are_normal_of_002_and_smaller_where_a_matrix_adds_to_
         sigma = 0.02 / math.sqrt(2 * 2) if name.endswith((".out.weight", ".down.weight")) else 0.02
         assert abs(float(p.detach().std()) / sigma - 1) < 5 / math.sqrt(2 * p.numel()), name
         assert abs(float(p.detach().mean())) < 5 * sigma / math.sqrt(p.numel()), name
+
+
+def test_with_zero_init_the_blocks_of_a_new_model_add_nothing():
+    model, idx = gpt(zero_init=True, position="none"), torch.randint(50, (2, 9))
+    assert torch.equal(model.hidden(idx), model.norm(model.embedding(idx)))
 
 
 @families

@@ -380,7 +380,7 @@ def sampled(changes: tuple[dict, dict], dtype: torch.dtype, impl: str = "triton"
         for weight in model.parameters():
             weight.mul_(4 if weight.ndim == 2 else 1)
         if model.bigrams is not None:
-            model.bigrams.weight.normal_()
+            model.bigrams.table.weight.normal_()
     return model.to(dtype)
 
 

@@ -143,15 +143,12 @@ class Metrics:
             return
         for name, value in WANDB.items():
             os.environ.setdefault(name, value)
-        # For one tag that is empty or longer than 64 characters, in WANDB_TAGS too, wandb refuses the whole run.
-        if named := fitting(os.environ.pop("WANDB_TAGS", "").split(",")):
-            os.environ["WANDB_TAGS"] = ",".join(named)  # for the next run of a sweep
-        tags = [*wanted.tags, *named, *(f"broken:{failure}" for failure in self.broken.split("+") if failure)]
+        tags = [*wanted.tags, *(f"broken:{failure}" for failure in self.broken.split("+") if failure)]
         number = self.wandb_id.read_text() if self.wandb_id.exists() else os.urandom(4).hex()
         own = [("WANDB_NAME", "name", self.folder.name), ("WANDB_DIR", "dir", self.folder),
                ("WANDB_RUN_ID", "id", number), ("WANDB_RESUME", "resume", "allow")]  # fmt: skip
         arguments: dict[str, Any] = {name: value for variable, name, value in own if variable not in os.environ}
-        arguments |= {"project": wanted.project, "tags": fitting(tags), "config": config}
+        arguments |= {"project": wanted.project, "tags": tags or None, "config": config}
         for attempt in dict.fromkeys(("online" if mode == "auto" else mode, "offline")):
             try:
                 import wandb  # here, because it takes half a second
@@ -189,11 +186,6 @@ class Metrics:
         except OSError as error:  # of a full disk, which may have ended the run
             self.say(f"no loss.png ({error})")
         self.to_wandb("finish", exit_code=exit_code)
-
-
-def fitting(tags: list[str]) -> list[str]:
-    """The tags as wandb takes them."""
-    return [tag.strip()[:64] for tag in tags if tag.strip()]
 
 
 def replace(path: Path, text: str) -> None:
