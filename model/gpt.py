@@ -40,7 +40,6 @@ class GPTConfig:
     tie_head: bool = key(True, "the head uses the embedding's weight")
     bigram_rows: int = key(0, "rows of a second embedding, read at a hash of a token and the one before", least=0)
     bigram_width: int = key(64, "width of these rows, before a matrix widens them to n_embd", least=1)
-    zero_init: bool = key(False, "matrices that add to the stream begin at 0, not at random")
     mix_x0: bool = key(False, "before each block x = a x + b x0: x0 is the embedding, a and b are learned")
     residual_dtype: str = key("float32", "dtype of the stream", among="float32 | autocast (bf16 with dtype=bf16)")
     dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds", least=0, below=1)
@@ -188,10 +187,10 @@ class GPT(nn.Module):
 
     def initialise(self) -> None:
         """GPT-2's: normal with std 0.02; 0.02 / sqrt(2 L) for matrices that add to the stream, a sum of 2 L terms."""
-        adding = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=adding if name.endswith((".out", ".down")) else 0.02)
+                adds = name.endswith((".out", ".down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if self.bigrams is not None:

@@ -50,7 +50,7 @@ TABLE = {
         ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt"),
         ("all layers have one window", "attention_config.layer(i), break_it)", "attention_config.layer(0), break_it)",
          "gpt"),
-        ("first weights lack 1 / sqrt(2 L)", "else 0.02 / math.sqrt(2 * self.config.n_layer)", "else 0.02", "gpt"),
+        ("first weights lack 1 / sqrt(2 L)", "if adds else 0.02)", "if False else 0.02)", "gpt"),
         ("SwiGLU gates the wrong half", "self.act(self.gate(x)) * y", "self.act(y) * self.gate(x)", "gpt")],
     "model/loss.py": [
         ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss")],
