@@ -39,21 +39,18 @@ class KVCache:
         dtype = torch.get_autocast_dtype(device.type) if low else weight.dtype
         shape = B, config.kv_heads, size or config.context_length, config.head_size
         self.layers = [LayerCache(self, shape, dtype, device) for _ in model.blocks]
-        self.last = torch.full((B, 1), -1, device=device)  # the token before the next one
+        self.last = torch.zeros(B, 1, dtype=torch.int64, device=device)  # the last token that is held
         self.length = 0  # tokens that are held; self.position has it on the device, for kernels/decode.py
         triton = model.attention_config.impl == "triton"
         self.position: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
 
     def place(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Of the next tokens (B, T): their positions, int64 (T,), and the token before each."""
-        before = torch.cat((self.last, idx[:, :-1]), dim=1)
+        last = self.last if self.length else torch.full_like(self.last, -1)  # the first token has none before it
+        before = torch.cat((last, idx[:, :-1]), dim=1)
         self.last.copy_(idx[:, -1:])  # in place, because a CUDA graph has its address
         at = torch.arange(idx.shape[1], device=idx.device)
         return at + (self.length if self.position is None else self.position), before
-
-    def clear(self) -> None:
-        self.advance(-self.length)
-        self.last.fill_(-1)
 
     def advance(self, T: int) -> None:
         self.length += T

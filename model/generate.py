@@ -60,7 +60,7 @@ def generate(
         if text.shape[1] > context:
             text = text[:, -max(1, context // 2) :]
             if kv_cache is not None:
-                kv_cache.clear()
+                kv_cache.advance(-kv_cache.length)
         new = text if kv_cache is None else text[:, kv_cache.length :]
         if made > 0 and step is not None and new.shape[1] == 1:
             token = step()

@@ -353,18 +353,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(small_run, call, tmp_path
 
 SAMPLED = {
     "learned": ({}, {}),
-    "rope-grouped": (
-        {
-            "position": "rope",
-            "n_kv_head": 2,
-            "norm": "rmsnorm",
-            "mlp": "swiglu",
-            "bias": False,
-            "bigram_rows": 99,
-            "mix_x0": True,
-        },
-        {},
-    ),
+    "rope-grouped": (MODERN | {"n_kv_head": 2, "bias": False}, {}),
     "windows-alibi-softcap": ({"position": "none"}, {"windows": [100, None], "alibi": True, "softcap": 5.0}),
 }
 MODELS = pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
@@ -378,9 +367,7 @@ def sampled(changes: tuple[dict, dict], dtype: torch.dtype, impl: str = "triton"
     model = GPT(size, AttentionConfig(impl, **options)).cuda().eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(4 if weight.ndim == 2 else 1)
-        if model.bigrams is not None:
-            model.bigrams.table.weight.normal_()
+            weight.mul_(4 if weight.ndim == 2 else 1) if weight.any() else weight.normal_(std=0.01)
     return model.to(dtype)
 
 
