@@ -153,7 +153,7 @@ def set_up(typed: DictConfig) -> Run:
     kept = from_json(source.tokenizer) if source else None
     with ranks.main_process_first():  # rank 0 prepares the data, the others open it
         dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
-    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
+    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     T, packed = cfg.model.context_length, cfg.attention.documents
     loader = Loader(dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,

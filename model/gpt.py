@@ -38,7 +38,8 @@ class GPTConfig:
     mlp_hidden: int | None = key(None, "width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1)
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
-    bigram_rows: int = key(0, "rows of a second embedding, read at a hash of a token and the one before", least=0)
+    bigram_rows: int | None = key(0, "rows of a second embedding, read at a hash of a token and the one before",
+                                  least=0, usual="null: 131072, or none for a text below 2.6 M tokens")  # fmt: skip
     bigram_width: int = key(64, "width of these rows, before a matrix widens them to n_embd", least=1)
     mix_x0: bool = key(False, "before each block x = a x + b x0: x0 is the embedding, a and b are learned")
     residual_dtype: str = key("float32", "dtype of the stream", among="float32 | autocast (bf16 with dtype=bf16)")

@@ -3,11 +3,13 @@
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
+import torch
 
 import sample
 import train
+from model.gpt import GPTConfig
 from tests.runs import composed
-from training.config import CONF, NANOGPT, Config, leaves
+from training.config import CONF, NANOGPT, Config, fill_in, leaves
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 GROUPS = {
@@ -155,3 +157,10 @@ def test_what_a_library_logs_is_printed_once(start, script, typed, tmp_path):
         f"sys.argv = ['{script}.py', *sys.argv[1:]]; runpy.run_path('{script}.py', run_name='__main__')"
     )
     assert "".join(start("-c", code, typed, f"runs={tmp_path}").communicate()).count("Retrying") == 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(20 * 131072 - 1, 0), (20 * 131072, 131072)])
+def test_a_small_text_gets_no_table_of_bigrams(tokens, rows):
+    cfg = train.Config(model=GPTConfig(bigram_rows=None))
+    fill_in(cfg, 50, tokens, 1, torch.device("cpu"))
+    assert cfg.model.bigram_rows == rows

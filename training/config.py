@@ -38,6 +38,7 @@ from training.parallel import ParallelConfig
 from training.probe import ProbeConfig
 
 CONF = Path(__file__).parents[1] / "conf"
+ROWS = 131072  # of a bigram table
 
 # What a resumed run may change of model and attention: neither the weights' shapes nor what is computed from them.
 MAY_CHANGE = {"model.dropout_p", "model.recompute", "attention.impl", "attention.block_m",
@@ -298,8 +299,10 @@ def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device
         problem_of(q, k, k, attention.layer(i), documents=documents, break_it=cfg.break_it)
 
 
-def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> int:
+def fill_in(cfg: Config, n_vocab: int, n_tokens: int, data_size: int, device: torch.device) -> int:
     """Sets what is null and depends on data and machine; returns tokens_per_step. data_size: as in Ranks."""
+    if cfg.model.bigram_rows is None:  # of a smaller text the rows would be learned by heart (docs/findings.md, 45)
+        cfg.model.bigram_rows = ROWS if n_tokens >= 20 * ROWS else 0
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:
