@@ -86,6 +86,15 @@ def test_the_first_weights_are_normal_of_002_and_smaller_where_a_matrix_adds_to_
         assert abs(float(p.detach().mean())) < 5 * sigma / math.sqrt(p.numel()), name
 
 
+def test_x0_is_the_embedding_to_which_a_new_table_of_bigrams_adds_nothing():
+    size = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": 64, "vocab_size": 50, "position": "none"}
+    model, idx = GPT(GPTConfig(**size, bigram_rows=40, mix_x0=True), AttentionConfig("naive")), torch.arange(9)[None]
+    model.blocks[1].mix.data = torch.tensor([0.0, 1.0])
+    model.blocks[1].attention_norm.register_forward_hook(lambda _, x, y: torch.testing.assert_close(x[0], x0))
+    x0 = model.embedding(idx)
+    model.hidden(idx)
+
+
 @families
 def test_the_loss_is_the_cross_entropy_of_the_logits_and_begins_near_ln_v(family):
     model, (idx, targets) = gpt(**FAMILIES[family]).double(), torch.randint(50, (2, 4, 64))
