@@ -58,6 +58,24 @@ SIGNALS: list[int] = []  # received: Ctrl-C (SIGINT), SIGTERM
 
 
 @dataclass
+class Clock:
+    """A run's time, and the signal that ends it. Both are the same on all ranks."""
+
+    ranks: Ranks
+    seconds: float  # at the last sync(); the time before a resume counts
+    signal: int = 0  # 0: none
+    zero: float = 0.0  # when `seconds` was 0, by time.perf_counter()
+
+    def start(self) -> None:
+        self.zero = time.perf_counter() - self.seconds
+
+    def sync(self) -> int:
+        """Sets both. Returns the signal."""
+        self.signal, self.seconds = self.ranks.agree(SIGNALS[0] if SIGNALS else 0, time.perf_counter() - self.zero)
+        return self.signal
+
+
+@dataclass
 class Run:
     """What the loop needs."""
 
@@ -71,27 +89,22 @@ class Run:
     train_step: TrainStep
     metrics: Metrics
     tokens_per_step: int
-    checks: tuple[int, ...]  # steps after which a broken run checks whether the failure acts
+    clock: Clock
     step: int  # updates enqueued
-    seconds: float  # of the run, as all ranks have agreed
     unfinished: bool  # a signal has cut the evaluation of this step short
-    signal: int = 0  # that ends the run; 0: none
-    start: float = 0.0  # when the run's time was 0, by time.perf_counter(); time before a resume counts
-    last_logged: float = 0.0  # when the numbers of the last update arrived
-
-    def sync_time_and_signal(self) -> int:
-        """Sets the time and the signal, the same on all ranks. Returns the signal."""
-        elapsed = time.perf_counter() - self.start
-        self.signal, self.seconds = self.ranks.agree(SIGNALS[0] if SIGNALS else 0, elapsed)
-        return self.signal
 
     def is_over(self) -> bool:
         """Whether the last step is made: number `steps`, or max_minutes are over."""
-        return self.step >= self.cfg.steps or self.seconds >= 60 * (self.cfg.max_minutes or math.inf)
+        return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
-    def is_due(self, every: int) -> bool:
-        """Whether to do now what is done every so many steps (0: never) and at the end."""
-        return every > 0 and (self.is_over() or self.step % every == 0)
+    def due(self) -> set[str]:
+        """What is to be done now: each every so many steps (0: never), and after the last one."""
+        cfg, step, over = self.cfg, self.step, self.is_over()
+        every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
+                 "save": cfg.checkpoint_every}  # fmt: skip
+        due = {what for what, n in every.items() if n and (over or step % n == 0)}
+        due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does it act?
+        return due | ({"save"} if self.clock.signal else set())
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -167,7 +180,8 @@ def set_up(typed: DictConfig) -> Run:
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
-    train_step = TrainStep(model, optimizers, scaler, machine.set_precision(dtype, device), mode,
+    machine.set_precision(dtype)
+    train_step = TrainStep(model, optimizers, scaler, machine.autocast(dtype, device), mode,
                            cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)  # fmt: skip
     if parent:
         take_weights(parent, model)
@@ -180,8 +194,8 @@ def set_up(typed: DictConfig) -> Run:
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
     metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
-    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step,
-              probe.STEPS if cfg.break_it.broken else (), step, state.get("seconds", 0.0),
+    clock = Clock(ranks, state.get("seconds", 0.0))
+    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, clock, step,
               state.get("unfinished", False))  # fmt: skip
     introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
@@ -199,11 +213,11 @@ def introduce(run: Run, source: Path | None) -> None:
     say(f"run: {folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
-    lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.seconds), cfg.steps, cfg.optimizer)
+    lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.clock.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
     before = run.metrics.lr or lr
     rate = f"{lr:.2e}" if math.isclose(lr, before, rel_tol=0.5) else f"{lr:.2e} where it was {before:.2e}"
-    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {rate}) to {end}")
+    say(f"trains from step {run.step:,} (minute {run.clock.seconds / 60:.1f}, rate {rate}) to {end}")
 
 
 # --- the loop
@@ -219,40 +233,41 @@ def on_signal(number: int, frame) -> None:
 def train(run: Run) -> int:
     """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest, so
     the GPU never waits for it."""
-    cfg, train_step, say = run.cfg, run.train_step, run.metrics.say
+    cfg, train_step, clock, say = run.cfg, run.train_step, run.clock, run.metrics.say
     pending: list[Pending] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
-    run.start = time.perf_counter() - run.seconds
+    clock.start()
     if run.is_over() and not run.unfinished:
-        say(f"nothing to train: it has made {run.step} steps in {run.seconds / 60:.1f} minutes")
+        say(f"nothing to train: it has made {run.step} steps in {clock.seconds / 60:.1f} minutes")
     stopped = run.unfinished and finish_step(run)
-    run.last_logged, first = time.perf_counter(), run.step + 1
+    logged, first = time.perf_counter(), run.step + 1
     while not (stopped or run.is_over()):
         batch = next_batch(run)
         run.step += 1
-        lr = learning_rate(cfg.schedule_step(run.step, run.seconds), cfg.steps, cfg.optimizer)
+        lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
         pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))
-        if run.step == first:  # it compiles, and the learning rate's clock begins after that
-            run.start = time.perf_counter() - run.seconds
-        run.sync_time_and_signal()
-        intervals = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
-        due = run.signal or run.step in run.checks or any(map(run.is_due, intervals))
+        if run.step == first:  # it compiles, and the clock begins after that
+            clock.start()
+        clock.sync()
+        due = run.due()
         while pending and (due or len(pending) > train_step.ahead):
             update = pending.pop(0)
-            stats = log(run, update)
+            stats, before = update.stats.wait(), logged
+            logged = time.perf_counter()
+            log(run, update, stats, logged - before)
             if stats.stopped:
                 return stop_at_nan(run, update, stats)
         if due:
             stopped = finish_step(run)
-            run.last_logged = time.perf_counter()
+            logged = time.perf_counter()
     loss, step = run.metrics.best
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}")
     if stopped:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
-        return 128 + run.signal
+        return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
     say(f"next: {again} {more}")
@@ -266,15 +281,13 @@ def next_batch(run: Run) -> Batch:
     return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
-def log(run: Run, update: Pending) -> StepStats:
-    """Waits for an update and logs it."""
+def log(run: Run, update: Pending, stats: StepStats, seconds: float) -> None:
+    """Logs an update that took so many seconds."""
     cfg, step, train_step, device = run.cfg, update.step, run.train_step, run.train_step.device
-    stats, now = update.stats.wait(), time.perf_counter()
-    seconds, run.last_logged = now - run.last_logged, now
     speed = run.tokens_per_step / seconds
     limit = 60 * (cfg.max_minutes or math.inf)
-    pace = run.seconds / max(1, step - 1)  # the clock begins after the first step
-    left = max(0.0, min(pace * (cfg.steps - step), limit - run.seconds))
+    pace = run.clock.seconds / max(1, step - 1)  # the clock begins after the first step
+    left = max(0.0, min(pace * (cfg.steps - step), limit - run.clock.seconds))
     peak = machine.peak_flops(run.facts["device"]) if run.facts["dtype"] != "float32" else None
     flops = train_step.model.flops_per_token(cfg.model.context_length) * speed / run.ranks.size
     record = {"step": step, "loss": stats.loss, "lr": update.lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
@@ -286,7 +299,6 @@ def log(run: Run, update: Pending) -> StepStats:
     if step == 3 and limit < 50 * seconds:
         few = f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few to learn"
         run.metrics.say(f"{few}: raise it, or lower model.context_length or batch_size")
-    return stats
 
 
 def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
@@ -300,7 +312,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
     other = "" if run.facts["dtype"] == "float32" else "dtype=float32 or "
     advice = f"try {other}a lower rate: {again if run.step else lower}"
-    say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if run.checks else advice)
+    say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if cfg.break_it.broken else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
         return 1
@@ -315,18 +327,19 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
 
 # --- between two steps: evaluate, sample, save
 def finish_step(run: Run) -> bool:
-    """Evaluates, samples, saves if due. Returns whether a signal ends the run (perhaps with evaluate() unfinished)."""
-    cfg = run.cfg
-    if not run.unfinished and (run.step in run.checks or run.is_due(cfg.probe.every)):
-        probe_attention(run)
-    val_loss = evaluate(run) if run.is_due(cfg.eval_every) else None
-    run.unfinished = run.is_due(cfg.eval_every) and val_loss is None
-    if run.is_due(cfg.sample_every) and not run.unfinished:
+    """Does what is due. Returns whether a signal ends the run (perhaps with evaluate() unfinished)."""
+    due = run.due()
+    if due & {"probe", "failure"} and not run.unfinished:
+        probe_attention(run, "failure" in due)
+    val_loss = evaluate(run) if "evaluate" in due else None
+    run.unfinished = "evaluate" in due and val_loss is None
+    due = run.due()  # evaluate() takes time, in which the run may come to its end
+    if "sample" in due and not run.unfinished:
         sample(run)
-    if run.signal or run.is_due(cfg.checkpoint_every):
+    if "save" in due:
         save(run, val_loss)
     run.metrics.draw()
-    return bool(run.signal)
+    return bool(run.clock.signal)
 
 
 def evaluate(run: Run) -> float | None:
@@ -334,32 +347,33 @@ def evaluate(run: Run) -> float | None:
     nats, tokens, size = 0.0, 0.0, 0.0  # of this rank's batches; size in bytes
     run.train_step.model.eval()
     for batch, counts in run.ranks.shares(run.validation()):
-        if run.sync_time_and_signal():
+        if run.clock.sync():
             break
-        y = run.ranks.cut(batch)[1]
-        nats += float(run.train_step.loss_of(batch)) * y.numel() * counts
-        tokens += y.numel() * counts
-        size += int(run.dataset.token_bytes[y.numpy()].sum()) * counts
+        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]
+        if counts:
+            nats += loss * y.numel()
+            tokens += y.numel()
+            size += int(run.dataset.token_bytes[y.numpy()].sum())
     run.train_step.model.train()
-    if run.signal:
+    if run.clock.signal:
         return None
     nats, tokens, size = run.ranks.sum([nats, tokens, size])
-    record = {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / size, "seconds": run.seconds}
+    record = {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / size, "seconds": run.clock.seconds}
     run.metrics.log({"step": run.step, **record})
     return nats / tokens
 
 
-def probe_attention(run: Run) -> None:
-    """Logs the probe's gauges of attention on the first validation sequence; of a broken run also whether it acts."""
+def probe_attention(run: Run, failure: bool) -> None:
+    """Logs the probe's gauges of attention on the first validation sequence; with `failure` also whether it acts."""
     train_step, rng = run.train_step, machine.rng_state()
     x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(train_step.device)
     with train_step.autocast, train_step.uncompiled():  # in training mode, for dropout
         calls = probe.record(train_step.model, x, documents, y)
-        found = probe.effects(calls) if run.step in run.checks else []
+        found = probe.effects(calls) if failure else []
     machine.set_rng_state(rng)  # training's random numbers stay as they are
     errors = {f"{of}_error": effect.broken for of, effect in probe.worst(found).items()}
     run.metrics.log({"step": run.step, **probe.reading(calls), **errors})
-    if run.step in run.checks:
+    if failure:
         run.metrics.say(probe.in_words(found, run.cfg.break_it, run.step))
 
 
@@ -383,7 +397,7 @@ def save(run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dic
     train_step, cfg = run.train_step, run.cfg
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
              "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,
-             "seconds": run.seconds}  # fmt: skip
+             "seconds": run.clock.seconds}  # fmt: skip
     weights, optimizer = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:

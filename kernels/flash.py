@@ -63,7 +63,7 @@ class Task(NamedTuple):
     blocks: Tensor | None  # bool
     block_size: int
     block_columns: int
-    visits: Tensor | None  # which tiles are visited: visits() of model/mask.py; None: arithmetic is enough
+    visits: Tensor | None  # visit_lists() of kernels/visits.py; None: arithmetic is enough
     visits_b: int  # from one sequence's table to the next; 0: all have one
     visits_n: int  # numbers in a line of the table
     scale: float

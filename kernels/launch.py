@@ -1,12 +1,11 @@
 """The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
 GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
-    o, lse, lse2 = forward(q, k, v, problem, visits)
-    gradients = backward(q, k, v, o, lse2, do, dlse, problem, visits)
+    o, lse, lse2 = forward(q, k, v, problem)
+    gradients = backward(q, k, v, o, lse2, do, dlse, problem)
 
 B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
-visits is the function of model/mask.py. It is an argument, because kernels/ imports nothing of model/.
 """
 
 import math
@@ -22,14 +21,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, Visits, as_heads, gradients, in_parts, runs_kernels, steps_of
+from kernels.problem import LOWEST, Problem, as_heads, gradients, in_parts, runs_kernels, steps_of
+from kernels.visits import visit_lists
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 # The interpreter multiplies the bits of bfloat16 as integers (tests/interpreter.py has a repair).
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 
 
-def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """o (B, H, T, D), lse, and lse in base 2 for the backward, float32. A row that sees no key: o = 0, lse = -inf."""
     B, H, T, D = q.shape
     refuse(q.dtype, D, q.device)
@@ -39,16 +39,16 @@ def forward(q, k, v, problem: Problem, visits: Visits = None) -> tuple[Tensor, T
         if hopper(q, problem):
             from kernels.hopper.forward import launch_forward  # here, because other GPUs need no Gluon
 
-            launch_forward(q, k, v, o, lse, lse2, problem, visits)
+            launch_forward(q, k, v, o, lse, lse2, problem)
             return o, lse, lse2
         M, N, *_ = tile = tiles_for("forward", q, problem)
-        task = task_of(q, k, problem, tile, "rows", visits)
+        task = task_of(q, k, problem, tile, "rows")
         args: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
         launch(forward_kernel, -(-T // M) * B * H, args, q, problem, tile)
     return o, lse, lse2
 
 
-def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None) -> list[Tensor]:
+def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
     """dq, dk and dv, as gradients() has them. dlse: None if the loss does not use lse."""
     (B, H, T, _), (H_kv, T_k) = q.shape, k.shape[1:3]
     found = gradients(q, k)
@@ -68,7 +68,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None
         row_terms = lse2.new_empty(B, H, padded, 2)
 
         M, N, *_ = tile = tiles_for("dq", q, problem)
-        task = task_of(q, k, problem, tile, "rows", visits)
+        task = task_of(q, k, problem, tile, "rows")
         tensors: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
         args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task, padded
         launch(dq_kernel, -(-T // M) * B * H, args, q, problem, tile)
@@ -76,7 +76,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, visits: Visits = None
         filled = M
         M, N, *_ = tile = tiles_for("dkdv", q, problem)
         assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
-        task = task_of(q, k, problem, tile, "columns", visits)
+        task = task_of(q, k, problem, tile, "columns")
         tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
         args = *tensors, row_terms, in_tiles(dk, N), in_tiles(dv, N), task, padded
         launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, tile)
@@ -187,11 +187,11 @@ def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
     return How(*map(tl.constexpr, (M, N, max(16, triton.next_power_of_2(D)), precision, start, *flags)))
 
 
-def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str, visits: Visits) -> Task:
-    """The Task of a kernel of kernels/flash.py. form: of its table of tiles, as visits() has it."""
+def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str) -> Task:
+    """The Task of a kernel of kernels/flash.py. form: of visit_lists()."""
     table = None  # the kernel computes which tiles it visits
     if problem.documents is not None or problem.blocks is not None:
-        table = visits(problem, tile.BLOCK_M, tile.BLOCK_N, form, q.device)  # type: ignore[misc]
+        table = visit_lists(problem, tile.BLOCK_M, tile.BLOCK_N, form, q.device)
     H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
     at_most = 0 if problem.causal else None if window is None else window - 1
     local_m = local_n = None

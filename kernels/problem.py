@@ -1,6 +1,5 @@
 """What attention computes from q, k and v: the one description that model/ and the kernels share."""
 
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -35,8 +34,6 @@ class Problem(NamedTuple):
         """A weight is dropped if its random byte is below this."""
         return round(256 * self.dropout_p)
 
-
-Visits = Callable[..., Tensor] | None  # visits() of model/mask.py; None will do without documents and block masks
 
 # Problem as the arguments of a custom op.
 FIELDS = (

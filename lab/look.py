@@ -18,7 +18,7 @@ from data.tokenizer import encode, from_json
 from kernels.problem import runs_kernels
 from model.attention import attention
 from training.checkpoint import load_checkpoint, set_rng_state
-from training.machine import pick_device, set_precision
+from training.machine import autocast, pick_device, set_precision
 from training.probe import Call, find, gauges, record
 from training.trained import find_trained, network
 
@@ -113,7 +113,8 @@ def replay(path: Path) -> None:
     net = network(kept, impl, device).train()
     set_rng_state(kept.training)  # for the same dropout
     batch = {name: x.to(device) for name, x in kept.training.items() if name.startswith("batch.")}
-    with set_precision(about["dtype"], device):
+    set_precision(about["dtype"])
+    with autocast(about["dtype"], device):
         calls = record(net, batch["batch.x"], batch.get("batch.documents"), batch["batch.y"])
     stamp = f"BROKEN[{broken}] " if broken else ""
     print(f"{stamp}{path}: {len(batch['batch.x'])} sequences, {impl}, {about['dtype']}, on {device}")

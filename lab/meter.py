@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see every operation of a backward
 from torch.utils._pytree import tree_leaves
 
-from model import attention
+from model import op
 
 OURS: dict[Callable, Callable] = {
-    torch.ops.tilegpt.attention.default: attention.forward,
-    torch.ops.tilegpt.attention_backward.default: attention.backward,
+    torch.ops.tilegpt.attention.default: op.forward,
+    torch.ops.tilegpt.attention_backward.default: op.backward,
 }
 
 

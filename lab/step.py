@@ -22,7 +22,7 @@ from data.loader import Batch
 from lab.meter import ms_of, peak_bytes
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
-from training.machine import about, set_precision
+from training.machine import about, autocast, set_precision
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.step import TrainStep
 
@@ -41,7 +41,8 @@ def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
     spec.loader.exec_module(module)
     cuda = device.type == "cuda"
     tokens = 65_536 if cuda else 4096  # of a step
-    autocast = set_precision("bf16" if cuda else "float32", device)
+    set_precision(dtype := "bf16" if cuda else "float32")
+    low = autocast(dtype, device)
     print("{device}, torch {torch}, triton {triton}, commit {commit}".format(**about(device)))
     print(f"{tokens:,} tokens a step; the ratio is nanoGPT's ms / ours, with the slowest and the fastest turn\n")
     print(f"{'T':>7}  residual_dtype   ours ms  nanoGPT ms{'ratio':>25}  ours GiB  nanoGPT GiB", flush=True)
@@ -52,7 +53,7 @@ def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
         batches = [Batch(w[..., :-1].contiguous(), w[..., 1:].contiguous(), None) for w in windows]
         if cuda:  # no side waits for its data
             batches = [batch.each(torch.Tensor.pin_memory) for batch in batches]
-        builds = partial(our_step, config, autocast, device), partial(their_step, module, config, autocast, device)
+        builds = partial(our_step, config, low, device), partial(their_step, module, config, low, device)
         sides, gib = list[Step](), list[float]()  # frees the sides of the length before
         for build in builds:
             gc.collect()
@@ -72,11 +73,11 @@ def begin(build: Callable[[], Step], batches: list[Batch], sides: list[Step]) ->
         sides[-1](batch)
 
 
-def our_step(config: GPTConfig, autocast, device: torch.device) -> Step:
-    """The step of train.py. autocast: a context manager."""
+def our_step(config: GPTConfig, low, device: torch.device) -> Step:
+    """The step of train.py. low: a context manager, autocast()."""
     model = GPT(config, resolve(AttentionConfig(), device.type, config.head_size, config.context_length)).to(device)
     scaler, mode = torch.amp.GradScaler(device.type, enabled=False), "graph" if device.type == "cuda" else "eager"
-    train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, autocast, mode)
+    train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, low, mode)
     pending: deque = deque()
 
     def step(batch: Batch) -> None:
@@ -87,7 +88,7 @@ def our_step(config: GPTConfig, autocast, device: torch.device) -> Step:
     return step
 
 
-def their_step(module, config: GPTConfig, autocast, device: torch.device) -> Step:
+def their_step(module, config: GPTConfig, low, device: torch.device) -> Step:
     """nanoGPT's step: the model of its module, compiled on a GPU; its optimizer, fused AdamW; its loop."""
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "bias", "vocab_size")}
     model = module.GPT(module.GPTConfig(block_size=config.context_length, dropout=0.0, **sizes)).to(device)
@@ -96,7 +97,7 @@ def their_step(module, config: GPTConfig, autocast, device: torch.device) -> Ste
 
     def step(batch: Batch) -> None:
         x, y = (part[0].to(device, non_blocking=True) for part in (batch.x, batch.y))
-        with autocast:
+        with low:
             _, loss = loss_of(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)

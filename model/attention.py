@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import FIELDS, Problem, as_heads, gradients, in_parts, runs_kernels
-from model import tiled
+from kernels.problem import Problem, runs_kernels
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
-from model.mask import positions, visible, visits
+from model.mask import positions, visible
+from model.op import flash_attention, without_autocast
 
 INF = math.inf
 # On a Hopper GPU a training step is faster with triton than with sdpa from this context length on, by head size.
@@ -94,7 +94,7 @@ def attention(
             with without_autocast(q):
                 o, lse = naive(q, k, v, problem)
         case "tiled" | "triton":
-            o, lse, _ = flash_attention(q, k, v, *problem, config.impl, config.block_m, config.block_n)
+            o, lse, _ = flash_attention(q, k, v, config.impl, config.block_m, config.block_n, *problem)
         case "sdpa":
             if return_lse:
                 raise ValueError("sdpa returns no lse; use tiled or triton")
@@ -105,10 +105,50 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already. Inside the op of tiled and
-    triton, not around it: torch.compile's cache takes no graph with autocast in it."""
-    return torch.autocast(x.device.type, enabled=False)
+def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """o (B, H, T, D) and lse (B, H, T), by the formulas. Autograd keeps several (B, H, T, T_k) tensors, which tiling
+    avoids."""
+    rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
+    scale = problem.scale
+    if q.dtype == torch.float16:  # where q k^T overflows long before s does, so a power of two of the scale goes first
+        first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
+        q, scale = q * first, scale / first
+    s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
+    if problem.softcap is not None:
+        s = problem.softcap * torch.tanh(s / problem.softcap)
+    if problem.slopes is not None:
+        i, j = positions(problem, rows, columns, q.device)
+        s = s - problem.slopes.to(s.dtype)[:, None, None] * (i - j).abs()
+    s = s.masked_fill(~visible(problem, rows, columns, q.device)[:, None], -INF)  # 2
+    # 3: m cancels out of p and its gradient. A row that sees no key has m = -inf, and exp(-inf - -inf) would be NaN.
+    m = torch.zeros_like(s[..., :1]) if "no_max" in broken else s.detach().amax(-1, keepdim=True)
+    guarded = "unguarded_mask" not in broken
+    m = m.masked_fill(m == -INF, 0.0) if guarded else m
+    p = torch.exp(s - m)
+    l = p.sum(-1, keepdim=True)
+    empty = l == 0
+    l = l.masked_fill(empty, 1.0) if guarded else l
+    p = p / l  # 6, before the product with v
+    if problem.seed is not None:  # 4
+        keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
+        p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
+    o = p.to(v.dtype) @ v  # 5
+    return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """PyTorch's scaled_dot_product_attention. Dropout is PyTorch's own: another mask, and dropout_p is not rounded."""
+    T, T_k, bias = problem.T, problem.T_k, None
+    causal = problem.causal and T > 1  # one query is at the last key, and sees all
+    if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones
+        causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0]
+    return F.scaled_dot_product_attention(
+        q, k, v, bias, problem.dropout_p, is_causal=causal, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+# --- What is refused, and what runs where -----------------------------------------------------------------------------
 
 
 def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documents=None, break_it=UNBROKEN) -> Problem:
@@ -160,128 +200,6 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
     n = 1 << H.bit_length() - 1
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
     return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
-
-
-# --- naive and sdpa ---------------------------------------------------------------------------------------------------
-
-
-def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """o (B, H, T, D) and lse (B, H, T), by the formulas. Autograd keeps several (B, H, T, T_k) tensors, which tiling
-    avoids."""
-    rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
-    scale = problem.scale
-    if q.dtype == torch.float16:  # where q k^T overflows long before s does, so a power of two of the scale goes first
-        first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
-        q, scale = q * first, scale / first
-    s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
-    if problem.softcap is not None:
-        s = problem.softcap * torch.tanh(s / problem.softcap)
-    if problem.slopes is not None:
-        i, j = positions(problem, rows, columns, q.device)
-        s = s - problem.slopes.to(s.dtype)[:, None, None] * (i - j).abs()
-    s = s.masked_fill(~visible(problem, rows, columns, q.device)[:, None], -INF)  # 2
-    # 3: m cancels out of p and its gradient. A row that sees no key has m = -inf, and exp(-inf - -inf) would be NaN.
-    m = torch.zeros_like(s[..., :1]) if "no_max" in broken else s.detach().amax(-1, keepdim=True)
-    guarded = "unguarded_mask" not in broken
-    m = m.masked_fill(m == -INF, 0.0) if guarded else m
-    p = torch.exp(s - m)
-    l = p.sum(-1, keepdim=True)
-    empty = l == 0
-    l = l.masked_fill(empty, 1.0) if guarded else l
-    p = p / l  # 6, before the product with v
-    if problem.seed is not None:  # 4
-        keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
-        p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
-    o = p.to(v.dtype) @ v  # 5
-    return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """PyTorch's scaled_dot_product_attention. Dropout is PyTorch's own: another mask, and dropout_p is not rounded."""
-    T, T_k, bias = problem.T, problem.T_k, None
-    causal = problem.causal and T > 1  # one query is at the last key, and sees all
-    if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones
-        causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0]
-    return F.scaled_dot_product_attention(
-        q, k, v, bias, problem.dropout_p, is_causal=causal, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-# --- tiled and triton -------------------------------------------------------------------------------------------------
-# One op, so that autograd, a selective checkpoint and torch.compile each see one call. It saves q, k, v, o and lse2.
-# Its arguments after the tensors, `rest`: the fields of Problem (an op takes no dataclass), impl and the tile sizes.
-
-
-def forward(q, k, v, *rest) -> tuple[Tensor, ...]:
-    """o; lse; lse in base 2 for the backward, because converting it there would round it once more."""
-    *fields, impl, block_m, block_n = rest
-    problem = Problem(*fields)
-    if impl == "tiled":
-        with without_autocast(q):
-            return tiled.forward(q, k, v, problem, block_m, block_n)
-    from kernels import launch  # here, because triton is made for Linux only
-
-    return launch.forward(q, k, v, problem, visits)
-
-
-def backward(q, k, v, o, lse2, do, dlse, *rest) -> list[Tensor]:
-    """dq, dk, dv; of self-attention by triton one tensor with all three, as gradients() has them. dlse: None if the
-    loss does not use lse."""
-    *fields, impl, block_m, block_n = rest
-    problem = Problem(*fields)
-    if impl == "tiled":
-        with without_autocast(q):
-            return tiled.backward(q, k, v, o, lse2, do, dlse, problem, block_m, block_n)
-    from kernels import launch
-
-    return launch.backward(q, k, v, o, lse2, do, dlse, problem, visits)
-
-
-REST = f"{FIELDS}, str impl, SymInt block_m, SymInt block_n"
-# Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
-torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
-OF_BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {REST}) -> Tensor[]")
-torch.library.impl("tilegpt::attention", "default", forward)
-torch.library.impl("tilegpt::attention_backward", "default", backward)
-flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
-
-
-@torch.library.register_fake("tilegpt::attention")
-def _(q, k, v, *rest):
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return as_heads(q), lse, torch.empty_like(lse)
-
-
-@torch.library.register_fake("tilegpt::attention_backward")
-def _(q, k, v, *rest):
-    return gradients(q, k) if rest[-3] == "triton" else [x.new_empty(x.shape) for x in (q, k, v)]
-
-
-def keep_for_backward(ctx, inputs, output):
-    q, k, v, *rest = inputs
-    o, _, lse2 = output
-    ctx.mark_non_differentiable(lse2)
-    ctx.set_materialize_grads(False)
-    # Of Problem's fields documents, blocks, slopes and seed are tensors, which are saved as such.
-    ctx.rest = [None if isinstance(x, Tensor) else x for x in rest]
-    ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in rest))
-
-
-def backward_of_op(ctx, do, dlse, _):
-    if torch.is_grad_enabled():  # create_graph=True, in which dq, dk and dv would count as constants
-        raise RuntimeError("tiled and triton have no second derivative; use attention=naive")
-    q, k, v, o, lse2, *tensors = ctx.saved_tensors
-    rest = [x if saved is None else saved for x, saved in zip(ctx.rest, tensors, strict=True)]
-    do = torch.zeros_like(o) if do is None else do
-    return *in_parts(flash_backward(q, k, v, o, lse2, do, dlse, *rest), q, k), *[None] * len(rest)
-
-
-torch.library.register_autograd("tilegpt::attention", backward_of_op, setup_context=keep_for_backward)
-
-
-# --- What runs where --------------------------------------------------------------------------------------------------
 
 
 def resolve(

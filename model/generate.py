@@ -6,6 +6,7 @@ read. A text that outgrows the context goes on from its last half, with and with
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,65 +50,67 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError for logits of NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
-    context, kv_cache, step = model.config.context_length, None, None
+    context = model.config.context_length
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
-    if cache and not model.break_it.label and model.attention_config.block_mask is None:
-        kv_cache = KVCache(model, len(idx), min(context, idx.shape[1] + count))
-        if kv_cache.position is not None:
-            step = Step(model, kv_cache, sampler, generator)
-    text = idx[:, -context:]
-    for made in range(count):
+    cache = cache and not model.break_it.label and model.attention_config.block_mask is None
+    kv_cache = KVCache(model, len(idx), min(context, idx.shape[1] + count)) if cache else None
+    decoder, text, fits = Decoder(model, kv_cache, sampler, generator), idx[:, -context:], False
+    for _ in range(count):
         if text.shape[1] > context:
-            text = text[:, -max(1, context // 2) :]
-            if kv_cache is not None:
-                kv_cache.advance(-kv_cache.length)
-        new = text if kv_cache is None else text[:, kv_cache.length :]
-        if made > 0 and step is not None and new.shape[1] == 1:
-            token = step()
-        else:
-            logits = model(new, sequence=kv_cache)[:, -1]
-            # A broken model may show it. After the prompt the host would wait for a GPU.
-            if (made == 0 or not logits.is_cuda) and not model.break_it.label and logits.isnan().any():
-                raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")
-            token = sampler.choose(logits, generator)
-            if kv_cache is not None:
-                kv_cache.advance(new.shape[1])
-            if step is not None:
-                step.token.copy_(token)
-        text = torch.cat((text, token), dim=1)
+            text, fits = text[:, -max(1, context // 2) :], False
+        token = decoder.decode() if cache and fits else decoder.prefill(text)
+        text, fits = torch.cat((text, token), dim=1), True
         yield token
 
 
-class Step:
-    """From the last token of each sequence, `token` (B, 1), to the next one. On a CUDA GPU it is recorded as a graph,
-    because its launches from Python take ten times as long."""
+class Decoder:
+    """The next token of each sequence, (B, 1): after a text by prefill(), and then one after the other by decode(). On
+    a CUDA GPU decode() is recorded as a graph, because its launches from Python take ten times as long."""
 
-    def __init__(self, model: GPT, cache: KVCache, sampler: Sampler, generator: torch.Generator | None):
+    def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator
-        B, device = len(cache.layers[0].k), cache.position.device
-        self.token = torch.zeros(B, 1, dtype=torch.int64, device=device)  # stays where it is: the graph has its address
+        self.token: Any = None  # the last one, (B, 1); stays where it is, because the graph has its address
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.count = 0
+        self.decoded = 0
 
-    def run(self) -> None:
-        self.token.copy_(self.sampler.choose(self.model(self.token, sequence=self.cache)[:, -1], self.generator))
-        self.cache.position.add_(1)
+    def prefill(self, text: Tensor) -> Tensor:
+        """The token after a text (B, T). The cache, if there is one, then holds the text."""
+        if self.cache is not None:
+            self.cache.advance(-self.cache.length)
+        token = self.next(text, checked=True)
+        if self.cache is not None:
+            self.cache.advance(text.shape[1])
+        self.token = token.clone() if self.token is None else self.token.copy_(token)
+        return token
 
-    def __call__(self) -> Tensor:
-        """The next token ids, (B, 1)."""
-        if self.count == WARM_UP and self.token.is_cuda:
+    def decode(self) -> Tensor:
+        """The token after the last one."""
+        assert self.cache is not None, "prefill() a text first"
+        records = self.token.is_cuda and self.cache.position is not None
+        if records and self.decoded == WARM_UP:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
                 self.graph.register_generator_state(self.generator)
             stream = torch.cuda.Stream()
             # thread_local: in a run of several processes NCCL's watchdog thread queries events meanwhile
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.run()
+                self.one_token(self.cache)
             torch.cuda.current_stream().wait_stream(stream)  # where torch sets what the first replay draws
         if self.graph is None:
-            self.run()
+            self.one_token(self.cache)
         else:
             self.graph.replay()
-        self.count += 1
-        self.cache.length += 1  # with run()'s position: cache.advance(1)
+        self.decoded += 1
+        self.cache.length += 1  # with one_token()'s position: cache.advance(1)
         return self.token.clone()
+
+    def one_token(self, cache: KVCache) -> None:
+        self.token.copy_(self.next(self.token, checked=not self.token.is_cuda))  # a check would wait for a GPU
+        if cache.position is not None:
+            cache.position.add_(1)
+
+    def next(self, idx: Tensor, checked: bool) -> Tensor:
+        logits = self.model(idx, sequence=self.cache)[:, -1]
+        if checked and not self.model.break_it.label and logits.isnan().any():  # a broken model may show them
+            raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")
+        return self.sampler.choose(logits, self.generator)

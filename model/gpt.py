@@ -123,14 +123,13 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(config.head_size, eps=config.norm_eps)
         self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
+    def forward(self, x: Tensor, rope=None, seed=None, documents=None, attend=attention) -> Tensor:
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_size)
         q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, dim=2))  # (B, H or H_kv, T, D)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        attend = attention if layer is None else layer.attend  # a KV cache, Ulysses or a probe
         o = attend(q, k, v, self.attention_config, seed=seed, documents=documents, break_it=self.break_it)
         return self.out(o.transpose(1, 2).reshape(B, T, C))
 
@@ -161,10 +160,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout_p)
         self.mix = nn.Parameter(torch.tensor([1.0, 0.1])) if config.mix_x0 else None
 
-    def forward(self, x: Tensor, x0: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, rope=None, seed=None, documents=None, attend=attention) -> Tensor:
         if self.mix is not None:
             x = self.mix[0] * x + self.mix[1] * x0
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents, layer))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents, attend))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -229,10 +228,10 @@ class GPT(nn.Module):
         # Drawn here and passed down as tensors, so that the backward and a block computed again get the same mask.
         dropping = self.training and self.attention_config.dropout_p > 0
         seeds = draw_seeds(config.n_layer, device) if dropping else [None] * config.n_layer
-        layers = [None] * config.n_layer if sequence is None else sequence.layers
-        for block, seed, layer in zip(self.blocks, seeds, layers, strict=True):
+        attends = [attention] * config.n_layer if sequence is None else [layer.attend for layer in sequence.layers]
+        for block, seed, attend in zip(self.blocks, seeds, attends, strict=True):
             call = partial(recomputed, block) if self.training and config.recompute != "false" else block
-            x = call(x, x0, rope, seed, documents, layer)
+            x = call(x, x0, rope, seed, documents, attend)
         return self.norm(x)
 
     def parameter_count(self) -> int:
@@ -259,10 +258,9 @@ def draws_from_torch(config: GPTConfig, attention: AttentionConfig) -> bool:
     return config.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
 
 
-def recomputed(block: Any, x: Tensor, x0: Tensor, rope, seed, documents, layer) -> Tensor:
-    """block(...), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
+def recomputed(block: Any, *inputs: Any) -> Tensor:
+    """block(*inputs), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
     restore = draws_from_torch(block.config, block.attention.attention_config)
     selective = partial(create_selective_checkpoint_contexts, keep_attention)
     keep = selective if block.config.recompute == "selective" else noop_context_fn
-    return checkpoint(block, x, x0, rope, seed, documents, layer,
-                      use_reentrant=False, preserve_rng_state=restore, context_fn=keep)  # fmt: skip
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=restore, context_fn=keep)

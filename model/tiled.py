@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from kernels.problem import LOWEST, Problem, as_heads
+from kernels.visits import tile_table
 from model.dropout import keep_mask, keep_scale
-from model.mask import positions, tile_table, visible
+from model.mask import positions, visible
 
 INF = math.inf
 LOG2E = math.log2(math.e)
@@ -35,7 +36,8 @@ def tiles_of(problem: Problem, block_m: int, block_n: int, device: torch.device)
     visit, cut = visited.any(0).tolist(), (~whole).any(0).tolist()  # of any sequence of the batch
     columns = [range(j, min(j + block_n, problem.T_k)) for j in range(0, problem.T_k, block_n)]
     for t, i in enumerate(range(0, problem.T, block_m)):
-        yield range(i, min(i + block_m, problem.T)), [(c, cut[t][u]) for u, c in enumerate(columns) if visit[t][u]]
+        tiles = [(c, cut[t][u]) for u, c in enumerate(columns) if visit[t][u]]
+        yield range(i, min(i + block_m, problem.T)), tiles
 
 
 def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch = None) -> tuple[Tensor, ...]:

@@ -31,7 +31,8 @@ TABLE = {
     "model/attention.py": [
         ("sdpa aligns the first rows", "if causal and T != T_k:", "if False:", "attention"),
         ("a window is lost if few queries come", "config.window < T + T_k else", "config.window < T else", "attention"),
-        ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention"),
+        ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention")],
+    "model/op.py": [
         ("lse has no gradient", "lse2, do, dlse, *rest), q, k)", "lse2, do, None, *rest), q, k)", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
@@ -39,7 +40,8 @@ TABLE = {
         ("dk lacks the scale", "dk *= problem.scale", "dk *= 1.0", "attention"),
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [
-        ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask"),
+        ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
+    "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(r0 == r1) & (r0 == k0)", "(r0 == k0)", "mask")],
     "model/dropout.py": [
@@ -59,7 +61,7 @@ TABLE = {
         ("a cache forgets the last token", "self.last.copy_(idx[:, -1:])", "pass", "generate")],
     "model/generate.py": [
         ("top_p keeps one too few", "cumsum(-1) - ordered >= self.top_p", "cumsum(-1) >= self.top_p", "generate"),
-        ("a full cache is not cleared", "kv_cache.advance(-kv_cache.length)", "pass", "generate")],
+        ("a full cache is not cleared", "self.cache.advance(-self.cache.length)", "pass", "generate")],
     "kernels/launch.py": [
         ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
         ("all sequences visit the first one's tiles", "len(table) == 1 else table.stride(0)", "True else 0", "flash"),

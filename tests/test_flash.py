@@ -72,7 +72,7 @@ def bits_kernel(out, task, n, row0, column0, ROWS: tl.constexpr, COLUMNS: tl.con
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
 def test_rows_and_columns_past_two_to_the_twenty_have_the_bits_of_the_definition(seed):
     q, problem = problem_for(Case(8, dropout_p=0.3))
-    task = launch.task_of(q, q, problem._replace(seed=torch.tensor(seed)), None, "rows", None)
+    task = launch.task_of(q, q, problem._replace(seed=torch.tensor(seed)), None, "rows")
     for n, row0, column0 in ((0, 0, 0), (3, 2**20 + 32, 64), (1, 96, 2**20 + 32), (700, 2**21, 2**30)):
         out = torch.empty(64, 128, dtype=torch.bool)
         bits_kernel[(1,)](out, task, n, row0, column0, 64, 128)
@@ -106,7 +106,7 @@ def test_by_arithmetic_no_score_is_missed_no_tile_visited_for_nothing_and_none_c
         mine, others = (others, mine) if of_keys else (mine, others)
         out = torch.empty(mine, 4, dtype=torch.int64)
         kind, form = launch.how(M, N, 16, "ieee", ()), "columns" if of_keys else "rows"
-        tiles_kernel[(mine,)](out, launch.task_of(q, q, problem, None, form, None), of_keys, kind)
+        tiles_kernel[(mine,)](out, launch.task_of(q, q, problem, None, form), of_keys, kind)
         place, (start, whole_start, whole_stop, stop) = torch.arange(others), out[:, :, None].unbind(1)
         visited, whole = (start <= place) & (place < stop), (whole_start <= place) & (place < whole_stop)
         visited, whole = (visited.mT, whole.mT) if of_keys else (visited, whole)

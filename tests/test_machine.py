@@ -35,8 +35,8 @@ def test_a_device_that_is_not_there_is_one_line_with_a_way_out():
 def test_a_cpu_trains_in_float32_and_16_bits_are_by_autocast():
     cpu = torch.device("cpu")
     assert machine.pick_dtype("auto", cpu) == "float32"
-    assert isinstance(machine.set_precision("float32", cpu), nullcontext)
-    with machine.set_precision("bf16", cpu):
+    assert isinstance(machine.autocast("float32", cpu), nullcontext)
+    with machine.autocast("bf16", cpu):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 

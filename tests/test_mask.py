@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.problem import Problem
+from kernels.visits import tile_table, visit_lists, visit_ranges
 from model import tiled
 from model.attention import problem_of
-from model.mask import tile_table, visible, visits
+from model.mask import visible
 from tests import reference
 from tests.implementations import NAIVE
 from tests.reference import CASES, PICTURE, Case, case_name
@@ -85,7 +86,7 @@ def test_lists_of_tiles_have_those_of_the_table_each_once_and_the_cut_ones_first
     some, all_ = tile_table(problem, *tile, CPU)
     whole_keys = torch.arange(some.shape[2]) < case.keys // tile[1]
     for form, some_of, all_of in (("rows", some, all_ & whole_keys), ("columns", some.mT, all_.mT)):
-        lists = visits(problem, *tile, form, CPU)
+        lists = visit_lists(problem, *tile, form, CPU)
         for line, visited, whole in zip(lists.flatten(0, 1), some_of.flatten(0, 1), all_of.flatten(0, 1), strict=True):
             count, cut, *order = line.tolist()
             assert sorted(order) == list(range(len(order)))
@@ -99,7 +100,7 @@ def test_ranges_of_tiles_cover_those_of_the_table_and_have_none_that_is_cut_amon
     problem = problem_for(case)
     some, all_ = tile_table(problem, *tile, CPU)
     all_ = all_ & (torch.arange(some.shape[2]) < case.keys // tile[1])
-    lines = visits(problem, *tile, "ranges", CPU).flatten(0, 1)
+    lines = visit_ranges(problem, *tile, CPU).flatten(0, 1)
     for line, visited, whole in zip(lines, some.flatten(0, 1), all_.flatten(0, 1), strict=True):
         start, whole_start, whole_stop, stop = line.tolist()
         assert start <= whole_start <= whole_stop <= stop
@@ -130,5 +131,5 @@ def test_documents_of_the_largest_numbers_are_told_apart():
     numbers = torch.tensor([-(2**63), 5, 2**63 - 1]).repeat_interleave(torch.tensor([20, 50, 30]))[None]
     problem, small = problem_for(Case(100, B=1, documents=(20, 50, 30))), []
     for documents in (problem.documents, numbers):
-        small.append(visits(problem._replace(documents=documents), 16, 16, "rows", CPU))
+        small.append(visit_lists(problem._replace(documents=documents), 16, 16, "rows", CPU))
     assert torch.equal(*small)

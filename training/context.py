@@ -26,7 +26,7 @@ from data.tokenizer import TokenizerConfig, encode, from_json
 from model.gpt import GPT
 from model.loss import token_losses
 from training.checkpoint import Checkpoint
-from training.machine import pick_dtype, set_precision
+from training.machine import autocast, pick_dtype, set_precision
 
 POWERS = [2**i for i in range(5, 31)]  # contexts given, as far as the model's goes; its own too
 WINDOWS = 32  # at least so many, if the text has them: the standard error is over windows
@@ -47,14 +47,15 @@ def report(model: GPT, trained: Checkpoint) -> str:
     own.load_state_dict(state)  # ValueError if the training text was edited
     stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
     batches = list(validation_batches(dataset.val, dataset.val_documents, *size, stride=stride))
-    autocast = set_precision(pick_dtype(config["dtype"], device), device)
-    lines = table(given(model, batches, autocast), T)
+    set_precision(dtype := pick_dtype(config["dtype"], device))
+    low = autocast(dtype, device)
+    lines = table(given(model, batches, low), T)
     if data.source == "recall":
-        shares = [right(model, batch, autocast)[:, second_half(T)].float().mean() for batch in batches]
+        shares = [right(model, batch, low)[:, second_half(T)].float().mean() for batch in batches]
         lines.append(f"recall: {float(torch.stack(shares).mean()):.1%} of the second string right")
     if data.source == "passkey":
         lengths = [n for n in POWERS if 512 <= n < T] + [T]
-        found = np.array([[retrieved(model, encoding, n, depth, autocast) for n in lengths] for depth in DEPTHS])
+        found = np.array([[retrieved(model, encoding, n, depth, low) for n in lengths] for depth in DEPTHS])
         lines.append(f"share of pass keys found, of {TEXTS} texts each, by depth (down) and length (across)")
         lines.append("     " + "".join(f"{n:>8}" for n in lengths))
         lines += [
@@ -64,7 +65,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
     return "\n".join(lines)
 
 
-def given(model: GPT, batches: Iterable[Batch], autocast: AbstractContextManager) -> dict[int, Tensor]:
+def given(model: GPT, batches: Iterable[Batch], low: AbstractContextManager) -> dict[int, Tensor]:
     """{N: the mean loss of each window's last tokens given at most N tokens, float64 (windows,)}."""
     T = model.config.context_length
     losses: dict[int, list[Tensor]] = {n: [] for n in sorted({T} | {n for n in POWERS if n < T})}
@@ -72,7 +73,7 @@ def given(model: GPT, batches: Iterable[Batch], autocast: AbstractContextManager
         for n, found in losses.items():
             cut = batch.each(partial(pieces, n=n)) if n < T else batch
             x, y, documents = cut.to(model.embedding.weight.device)
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), low:
                 each = token_losses(model.hidden(x, documents).flatten(0, 1), model.head.weight, y.flatten())
             measured = each.view(y.shape)[:, n // 2 if n < T else T - most(T) // 2 :]
             found.append(measured.double().cpu().reshape(len(batch.x), -1).mean(1))
@@ -102,21 +103,21 @@ def table(losses: dict[int, Tensor], T: int) -> list[str]:
 
 
 @torch.no_grad()
-def right(model: GPT, batch: Batch, autocast: AbstractContextManager) -> Tensor:
+def right(model: GPT, batch: Batch, low: AbstractContextManager) -> Tensor:
     """Whether each target's logit is the largest, bool (B, T)."""
     x, y, documents = batch.to(model.embedding.weight.device)
-    with autocast:
+    with low:
         return (model(x, documents=documents).argmax(-1) == y).cpu()
 
 
 @torch.no_grad()
-def retrieved(model: GPT, encoding: Encoding, length: int, depth: int, autocast: AbstractContextManager) -> float:
+def retrieved(model: GPT, encoding: Encoding, length: int, depth: int, low: AbstractContextManager) -> float:
     """The share of TEXTS pass keys that the model finds, told at this depth of a text of `length` tokens."""
     drawn = (np.random.default_rng([length, depth, i]) for i in range(TEXTS))  # not the numbers of the training text
     texts = np.stack([encode(encoding, passkey(length, depth / 100, each)) for each in drawn]).astype(np.int64)
     tokens, found = torch.nn.functional.pad(torch.from_numpy(texts), (1, 0), value=encoding.eot_token), 0
     for some in tokens.to(model.embedding.weight.device).split(max(1, 2**17 // length)):
-        with autocast:
+        with low:
             guessed = model.head(model.hidden(some[:, :-1])[:, answer(length)]).argmax(-1)
         found += int((guessed == some[:, 1:][:, answer(length)]).all(1).sum())
     return found / TEXTS

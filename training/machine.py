@@ -64,11 +64,13 @@ def pick_dtype(dtype: str, device: torch.device) -> str:
     return "bf16" if has_bf16 else "float32"
 
 
-def set_precision(dtype: str, device: torch.device) -> AbstractContextManager:
-    """Sets how float32 products round, and returns autocast for bf16 and fp16, nothing for float32."""
-    low = dtype != "float32"
-    torch.set_float32_matmul_precision("high" if low else "highest")
-    return torch.autocast(device.type, DTYPES[dtype]) if low else nullcontext()
+def set_precision(dtype: str) -> None:
+    """Sets how float32 products round, for the whole process: with TF32 only where the rest is in bf16 or fp16."""
+    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+
+
+def autocast(dtype: str, device: torch.device) -> AbstractContextManager:
+    return nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
 
 
 def rng_state() -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from data.loader import Batch
 from kernels.problem import Problem
+from model import op
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, draws_from_torch
 from training.parallel import ALONE, Ranks, whole
@@ -93,7 +94,7 @@ class TrainStep:
         self.device = device = next(self.model.parameters()).device
         if self.mode != "eager":
             # torch.compile's cache on the disk knows an op by its name alone, so the key gets the files that define it.
-            source = b"".join(Path(getfile(what)).read_bytes() for what in (AttentionConfig, Problem))
+            source = b"".join(Path(getfile(what)).read_bytes() for what in (op, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             # When torch.compile compiles, it sets this to a folder of its own. A second run, which finds all compiled,
             # would look for our kernels in Triton's folder and compile them again: 9 s.

@@ -34,7 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash import philox as philox_of_flash
-from kernels.problem import LOWEST, Problem, Visits, steps_of
+from kernels.problem import LOWEST, Problem, steps_of
+from kernels.visits import visit_ranges
 
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -65,7 +66,7 @@ class How:
 # What to compute, in the words of kernels/flash.py. A tensor that How says there is none of is any other.
 #     N          B * H
 #     section    heads that are computed at the same time: group_at()
-#     visits     (B, tiles of queries, 4): ranges of visits() in model/mask.py
+#     visits     (B, tiles of queries, 4): visit_ranges() of kernels/visits.py
 Task = namedtuple("Task", "N section H T T_k at_least at_most documents visits scale2 seed threshold keep_scale")
 
 # What lies in shared memory. Places for tiles:
@@ -92,8 +93,8 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
     return (128, 2, 3) if D == 64 else (128, 2, 2)
 
 
-def launch_forward(q, k, v, o, lse, lse2, problem: Problem, visits: Visits) -> None:
-    """Writes o, lse, and lse in base 2 for the backward. visits: of model/mask.py, for documents."""
+def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
+    """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     window, documents, dropout = problem.window, problem.documents, problem.seed is not None
     at_least, at_most = (0, 0) if window is None else (1 - window, window - 1)
@@ -103,7 +104,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem, visits: Visits) -> N
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    table = lse if documents is None else visits(problem, ROWS, block_n, "ranges", q.device)  # type: ignore[misc]
+    table = lse if documents is None else visit_ranges(problem, ROWS, block_n, q.device)
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
