@@ -1,9 +1,7 @@
 """Measures a call: its time, its peak memory, and the numbers it moves to and from memory."""
 
-import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -41,14 +39,6 @@ def gpu_ms_of(action: Callable[[], object], device: torch.device) -> float:
     ended.record()
     torch.cuda.synchronize(device)
     return began.elapsed_time(ended)
-
-
-def median_ms(action: Callable, device: torch.device, prepare: Callable[[], tuple] = tuple) -> float:
-    """The median time of action(*prepare()) in ms, without that of prepare(): of 3 to 100 runs after a warm-up."""
-    clock, times = gpu_ms_of if device.type == "cuda" else ms_of, list[float]()
-    while len(times) < 4 or (sum(times[1:]) < 100 and len(times) <= 100):
-        times.append(clock(partial(action, *prepare()), device))
-    return statistics.median(times[1:])
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:

@@ -5,53 +5,60 @@ B batch, T tokens, D head size, H query heads, H_kv key/value heads: q, o, do (B
 
 import csv
 import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lab.meter import median_ms, peak_bytes
+from lab.meter import gpu_ms_of, ms_of, peak_bytes
 from lab.peers import IMPLS, OURS, PASSES, Case, attention_of
 from training.machine import DTYPES, about
 
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D", "causal", "window"]
 COLUMNS += ["share", "dropout_p", "pass", "ms", "tflops", "peak_mib"]
 BOTH, MEMORY = "forward+backward", "out of memory"
+SECONDS = 2  # of rounds for each case; but at least four rounds
 
 
 def race(cases: list[Case], impls: list[str], device: torch.device, dtype: str, out: Path):
     """Appends a row for each measurement to out/results.csv; draws speed.png and memory.png. cases: series, one after
     the other, of cases that differ in T and B alone, shortest first. RuntimeError if one of ours is wrong."""
-    facts = about(device) | {"dtype": dtype}
+    facts, number = about(device) | {"dtype": dtype}, DTYPES[dtype]
+    unit, per_tflops = ("GFLOP/s", 1000) if device.type == "cpu" else ("TFLOP/s", 1)
     out.mkdir(parents=True, exist_ok=True)
     where = "{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts)
     print(where, flush=True)
-    names = check(impls, cases, device, DTYPES[dtype])
+    names = check(impls, cases, device, number)
     raced: dict[str, list[dict]] = {}  # what the cases of a series share: its rows
     for case in cases:
         shared = ", ".join(f"{name}={x}" for name, x in asdict(case).items() if name not in "BT" and x is not None)
         if shared not in raced:
             raced[shared], ended = [], dict[str, str]()  # ended: who cannot run longer ones either, and why
             print(f"\n{shared}\n{'':27}" + "".join(f"{which:>20}" for which in PASSES))
-            print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>10}{'TFLOP/s':>10}" * 3 + f"{'MiB':>11}", flush=True)
+            print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>10}{unit:>10}" * 3 + f"{'MiB':>11}")
+        start = f"{case.T:>7}{case.B:>4}  "
+        print(start, end="", flush=True)  # now, because a long case takes a while
+        found = {name: ended.get(name) or attempt(name, case, device, number, warm_up) for name in names}
+        ended |= {name: why for name, why in found.items() if isinstance(why, str)}
+        timed = take_turns(case, {name: f for name, f in found.items() if name not in ended}, device, number)
         for name in names:
-            found = ended.get(name) or attempt(name, case, device, DTYPES[dtype], partial(measure, case))
-            if isinstance(found, str):
-                ended[name], numbers = found, f"  {found}"
-                found = [{"pass": which} for which in PASSES if found == MEMORY]
-            else:
-                numbers = "".join(f"{row['ms']:>10.4g}{row['tflops']:>10.4g}" for row in found)
-                numbers += f"{found[-1]['peak_mib']:>11.3f}"
-            print(f"{case.T:>7}{case.B:>4}  {name:14}{numbers}", flush=True)
-            rows = [facts | asdict(case) | {"impl": name, "share": case.share} | row for row in found]
-            append(rows, out / "results.csv")  # now, because a race that is cut short keeps what it has
-            raced[shared] += rows
+            rows, numbers = timed.get(name, []), f"  {ended.get(name)}"
+            if rows:
+                numbers = "".join(f"{row['ms']:>10.4g}{row['tflops'] * per_tflops:>10.4g}" for row in rows)
+                numbers += f"{rows[-1]['peak_mib']:>11.3f}"
+            elif ended[name] == MEMORY:
+                rows = [{"pass": which} for which in PASSES]
+            print(f"{start if name != names[0] else ''}{name:14}{numbers}", flush=True)
+            raced[shared] += [facts | asdict(case) | {"impl": name, "share": case.share} | row for row in rows]
+        append([row for row in raced[shared] if row["T"] == case.T], out / "results.csv")
     picture(raced, "tflops", ["forward", "backward"], "TFLOP/s (higher is better)", where, out / "speed.png")
     picture(raced, "peak_mib", [BOTH], "peak memory, MiB (lower is better)", where, out / "memory.png")
     print(f"results and pictures are in {out}")
@@ -115,17 +122,31 @@ def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, x[:3], x[3])]
 
 
-def measure(case: Case, f: Callable, x: list[Tensor]) -> list[dict]:
-    """For each pass: pass, ms, tflops (TFLOP/s). For both together also peak_mib (MiB), the peak beyond the inputs."""
-    device = x[0].device
+def warm_up(f: Callable, x: list[Tensor]) -> tuple[Callable, int]:
+    """f, compiled, and the peak memory of a forward and a backward in bytes, beyond the inputs."""
     forward_and_backward(f, x)  # compiles, and allocates workspaces that stay
-    peak = peak_bytes(partial(forward_and_backward, f, x), device)
-    forward = median_ms(lambda: f(*x[:3]), device)
-    backward = median_ms(lambda o: torch.autograd.grad(o, x[:3], x[3]), device, lambda: (f(*x[:3]),))
-    times = dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
-    rows = [{"pass": which, "ms": ms, "tflops": case.flops(which) / ms / 1e9} for which, ms in times.items()]
-    rows[-1]["peak_mib"] = peak / 2**20
-    return rows
+    return f, peak_bytes(partial(forward_and_backward, f, x), x[0].device)
+
+
+def take_turns(case: Case, entrants: dict, device: torch.device, dtype: torch.dtype) -> dict[str, list[dict]]:
+    """For each entrant (what warm_up() returns) and pass: pass, ms (the median), tflops (TFLOP/s); for both passes
+    together also peak_mib (MiB). In a round each runs once, so all meet the same clock of a GPU, which rises after a
+    rest and falls at the limit of power. The first third of the rounds does not count."""
+    x, clock = inputs(case, device, dtype), partial(gpu_ms_of if device.type == "cuda" else ms_of, device=device)
+    rounds, began = list[list[float]](), time.perf_counter()
+    while len(rounds) < 4 or time.perf_counter() - began < SECONDS:
+        rounds.append([])
+        for f, _ in entrants.values():
+            rounds[-1].append(clock(partial(f, *x[:3])))
+            o = f(*x[:3])
+            rounds[-1].append(clock(partial(torch.autograd.grad, o, x[:3], x[3])))
+    times, found = map(median, zip(*rounds[len(rounds) // 3 :], strict=True)), {}
+    for name, (_, peak) in entrants.items():
+        forward, backward = next(times), next(times)
+        ms = zip(PASSES, (forward, backward, forward + backward), strict=True)
+        found[name] = [{"pass": which, "ms": t, "tflops": case.flops(which) / t / 1e9} for which, t in ms]
+        found[name][-1]["peak_mib"] = peak / 2**20
+    return found
 
 
 def attempt(name: str, case: Case, device: torch.device, dtype: torch.dtype, action: Callable):
