@@ -7,6 +7,7 @@
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
     python breakit.py look=true prompt='def f(x):'               what each head of your model reads, as a page
     python breakit.py replay=runs/NAME/faults/step_000123        the batch again that ended a run with NaN
+    python breakit.py reveal=NAME                                what break_it=mystery took out of a run
 
 docs/explorer.html shows attention and its failures tile by tile, in a browser; it needs no command.
 """
@@ -20,7 +21,8 @@ from conf.keys import check, key
 from lab import failures, page
 from lab.look import look, replay
 from lab.trace import trace, worked_example
-from model.break_it import FAILURES
+from model.break_it import FAILURES, BreakIt
+from training.checkpoint import find_checkpoint
 from training.config import command
 from training.machine import about
 
@@ -34,6 +36,7 @@ class Lab:
     trace: bool = key(False, "print a row of attention, tile by tile")
     look: bool = key(False, "write a page of what each head of a run's model reads")
     replay: str | None = key(None, "a kept fault, runs/NAME/faults/step_N: run its batch again", least=1)
+    reveal: str | None = key(None, "a run with break_it=mystery: what was taken out", least=1)
 
     run: str | None = key(None, "look: a run's name; null: the one that saved last and is not broken", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
@@ -48,13 +51,17 @@ class Lab:
         check(self)
         if self.look and not self.prompt:
             raise ValueError("look=true reads a text: give prompt=TEXT")
-        if self.trace + self.look + (self.replay is not None) > 1:
-            raise ValueError("trace=, look= and replay= are different things: give one of them")
+        if self.trace + self.look + (self.replay is not None) + (self.reveal is not None) > 1:
+            raise ValueError("trace=, look=, replay= and reveal= are different things: give one of them")
 
 
 def lab(cfg: Lab) -> None:
     if cfg.replay:
         replay(Path(cfg.replay))
+    elif cfg.reveal:
+        break_it = find_checkpoint(cfg.reveal, Path(cfg.runs)).options("break_it", BreakIt)
+        for name in break_it.removed:
+            print(f"{name}: without {FAILURES[name].removed}. It acts {FAILURES[name].acts}; docs/break-it.md#{name}")
     elif cfg.look:
         look(cfg.run, Path(cfg.runs), cfg.prompt, Path(cfg.out) if cfg.out else None)
     elif cfg.trace:

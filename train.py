@@ -312,7 +312,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}", lower)
     other = "" if run.facts["dtype"] == "float32" else "dtype=float32 or "
     advice = f"try {other}a lower rate: {again if run.step else lower}"
-    say(f"docs/break-it.md says when {', '.join(cfg.break_it.broken)} ends in NaN" if cfg.break_it.broken else advice)
+    say("docs/break-it.md says which failures end in NaN, and when" if cfg.break_it.broken else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
         return 1

@@ -170,7 +170,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
         raise ValueError(f"attention.block_mask covers {covered} tokens of {max(T, T_k)}: draw more blocks")
     if config.impl == "sdpa" and (documents is not None or any(getattr(config, name) for name in NOT_SDPA)):
         raise ValueError(f"sdpa has no {', '.join(NOT_SDPA)}; use tiled or triton")
-    scale = config.softmax_scale or (1.0 if "no_scale" in break_it.broken else D**-0.5)
+    scale = config.softmax_scale or (1.0 if "no_scale" in break_it.removed else D**-0.5)
     if break_it.broken:
         check_failures(config, break_it, causal, documents)
     window = config.window if config.window and config.window < T + T_k else None  # a wider one hides nothing
@@ -179,7 +179,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
         T=T, T_k=T_k, causal=causal, window=window, documents=documents, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.broken,
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,
     )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, doc
         "local_mask": (not causal or masked) and "only the causal mask alone can be broken",
         "stale_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
     }
-    for name in break_it.broken:
+    for name in break_it.removed:
         why = nothing_to_remove.get(name) or (config.impl == "naive" and FAILURES[name].not_in_naive)
         if config.impl == "sdpa" and name != "no_scale":
             why = "torch's sdpa cannot be broken; use tiled"

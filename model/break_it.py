@@ -6,6 +6,7 @@ model/mask.py and kernels/. docs/break-it.md explains what each one shows.
 """
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any, NamedTuple
 
 from conf.keys import check, key
@@ -49,22 +50,32 @@ FAILURES = {
     ),
 }  # fmt: skip
 PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once
+# One of these is the mystery. All act with the keys of conf/break_it/mystery.yaml.
+MYSTERIES = ["no_rescale", "no_rescale_sum", "no_rescale_output", "local_mask", "no_scale", "stale_seed"]
 
 
 @dataclass
 class BreakIt:
     """What is taken out of the algorithm, to show what it is for. With nothing broken the algorithm is whole."""
 
-    broken: Any = key((), "the failures, by name: none, no_max, or several as [no_max,no_scale]")
+    broken: Any = key((), "the failures, by name: none, no_max, or several as [no_max,no_scale]; mystery: a hidden one")
     score_gain: float = key(1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30)
+    seed: int = key(1, "chooses the failure of break_it=mystery", least=0)
 
     def __post_init__(self):
         check(self, "break_it.")
         names = list(self.broken) if isinstance(self.broken, list | tuple) else [self.broken]
-        if unknown := set(names) - {"none", *FAILURES}:
-            raise ValueError(f"break_it={min(unknown)} is not known; choose none, {', '.join(FAILURES)}")
+        if unknown := set(names) - {"none", "mystery", *FAILURES}:
+            raise ValueError(f"break_it={min(unknown)} is not known; choose none, mystery, {', '.join(FAILURES)}")
         parts = {part for name in names for part in PARTS.get(name, (name,))}
-        self.broken = tuple(name for name in FAILURES if name in parts)  # as Problem.broken has them
+        self.broken = tuple(name for name in (*FAILURES, "mystery") if name in parts)
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """The failures as Problem.broken has them: `broken`, with the mystery's own name."""
+        if "mystery" not in self.broken:
+            return self.broken
+        return BreakIt([*self.broken[:-1], Random(self.seed).choice(MYSTERIES)]).broken
 
     @property
     def label(self) -> str:

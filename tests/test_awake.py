@@ -1,5 +1,6 @@
 """What a broken run says of itself: each failure sleeps where its line has nothing to do, and acts where it has."""
 
+import re
 from dataclasses import asdict
 from functools import reduce
 
@@ -13,6 +14,7 @@ from model.break_it import FAILURES, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.runs import records
 from training import probe
+from training.config import CONF
 
 T = 64
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": T, "vocab_size": 50, "position": "rope"}
@@ -25,10 +27,10 @@ SLEEPS = dict.fromkeys(FAILURES, ()) | {
 }
 
 
-def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth: float = 1.0):
+def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth: float = 1.0, seed: int = 1):
     """The effects that a fresh model's look finds, and the line. growth: of the weights that make q and k."""
     cfg = train.Config(model=GPTConfig(**SIZE))
-    cfg.break_it = BreakIt(name)
+    cfg.break_it = BreakIt(name, seed=seed)
     cfg.attention.impl, cfg.attention.block_m, cfg.attention.block_n = "tiled", 16, 16
     for key, value in (argument.split("=") for argument in arguments):
         *path, last = key.split(".")
@@ -57,6 +59,17 @@ def test_a_failure_acts_under_the_arguments_that_wake_it(name):
     acts, said = looked(name, tuple(FAILURES[name].wakes.split()), growth=20.0)
     assert acts
     assert f"{name} at step 1 acts" in said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_mystery_acts_and_does_not_say_which_failure_it_is(seed):
+    keys = yaml.safe_load((CONF / "break_it" / "mystery.yaml").read_text())["attention"]
+    arguments = tuple(f"attention.{name}={x}" for name, x in keys.items())
+    acts, said = looked("mystery", arguments, growth=20.0, seed=seed)
+    assert acts
+    assert said.startswith("mystery at step 1 acts")
+    assert not {*FAILURES} & {*re.findall(r"\w+", said)}
+    assert {*BreakIt("mystery", seed=seed).removed} < {*FAILURES}
 
 
 def test_a_wrong_seed_spoils_the_gradients_alone():

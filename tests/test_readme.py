@@ -77,9 +77,10 @@ def test_the_pages_have_commands_of_every_script():
 
 
 def changed() -> dict[str, str]:
-    """The files that README's diff changes, in its order, as they are afterwards."""
-    found = {}
-    for part in re.split(r"^  (?=\w)", PAGES["README.md"].split("```diff\n")[1].split("```")[0], flags=re.M)[1:]:
+    """The files that README's example changes, in its order and then CONTRIBUTING's, as they are afterwards."""
+    pages, found = PAGES["README.md"] + PAGES["CONTRIBUTING.md"], {}
+    parts = "".join(re.findall(r"```diff\n(.*?)```", pages, re.DOTALL))
+    for part in re.split(r"^  (?=\w)", parts, flags=re.M)[1:]:
         head, *lines = part.splitlines()
         name, (old, new) = head.split(",")[0], ("\n".join(x[2:] for x in lines if x[0] != sign) for sign in "+-")
         before, place, after = (ROOT / name).read_text(encoding="utf-8").partition(old)
@@ -89,7 +90,7 @@ def changed() -> dict[str, str]:
     return found
 
 
-def test_what_readmes_diff_takes_out_stands_in_the_files():
+def test_what_the_example_takes_out_stands_in_the_files():
     assert len(changed()) == 6
 
 
@@ -98,7 +99,7 @@ def test_what_readmes_diff_takes_out_stands_in_the_files():
 def test_readmes_example_passes_its_two_commands(tmp_path):
     tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "cache"))
     files = list(changed().items())
-    first, second = (span for span in spans(PAGES["README.md"]) if span.startswith("python -m pytest tests/test_"))
+    first, second = (span for span in spans(PAGES["CONTRIBUTING.md"]) if "twice" in span)
     for part, command in ((files[:3], first), (files[3:], second)):
         for name, code in part:
             (tree / name).write_text(code, encoding="utf-8")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conf.keys import key
 
 DRAWING = 0.02  # share of a run's time that may go into loss.png; a GPU waits for each picture
@@ -95,7 +97,8 @@ class Metrics:
             bits = record["val_bits_per_byte"]
             return f"{head} | val loss {record['val_loss']:.4f} | bits per byte {bits:.4f} | best {loss:.4f} at {step}"
         if "loss" not in record:
-            return " | ".join([head, *(f"{name} {x:.3g}" for name, x in record.items() if isinstance(x, float))])
+            shown = (f"{name} {x:.3g}" for name, x in record.items() if isinstance(x, float) and "." not in name)
+            return " | ".join([head, *shown])  # without the entropy of each head
         eta, mfu = record["eta_s"], record["mfu"]
         return (
             f"{head} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | "
@@ -126,11 +129,17 @@ class Metrics:
             return
         from matplotlib.figure import Figure  # here, because the import takes half a second
 
-        figure = Figure(figsize=(8, 4.5))
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-        for (name, curve), style in zip(self.curves.items(), ("-", "o"), strict=True):
-            axes.plot([step for step, _ in curve], [loss for _, loss in curve], style, lw=0.8, ms=4, label=name)
-        axes.set_title(f"{self.stamp}{self.folder.name}", color="red" if self.broken else "black", parse_math=False)
+        (steps, loss), (val_steps, val_loss) = (np.reshape(curve, (-1, 2)).T for curve in self.curves.values())
+        n = max(1, len(loss) // 30)
+        axes.plot(steps, loss, "C0.", ms=2, alpha=0.4)
+        mean = np.convolve(loss, np.full(n, 1 / n), "valid") if len(loss) else loss
+        axes.plot(steps[n - 1 :], mean, "C0", label=f"training, mean of {n} steps")
+        axes.plot(val_steps, val_loss, "C1o-", label="validation")
+        for step in steps[~np.isfinite(loss)][:1]:
+            axes.axvline(step, color="red", label=f"NaN at step {step:.0f}")
+        axes.set_title(self.folder.name, color="red" if self.broken else "black", parse_math=False)
         axes.legend()
         figure.savefig(self.folder / "loss.png", dpi=120)
         self.drawn_at = time.perf_counter()

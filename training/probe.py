@@ -303,7 +303,7 @@ def worst(found: list[Effect]) -> dict[str, Effect]:
 def in_words(found: list[Effect], break_it: BreakIt, step: int) -> str:
     """One line. If the failure acts: the largest error and its layer. If it sleeps: when it acts and what wakes it."""
     failures = {name: FAILURES[name] for name in break_it.label.split("+") if name in FAILURES}
-    who = f"{'+'.join(failures)} at step {step}"
+    who = f"{break_it.label.partition('+gain_')[0]} at step {step}"
     if not found:
         return f"{who}: cannot be compared: attention's inputs are not finite, or sdpa drops weights"
     shown = worst(found).values()
