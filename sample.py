@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from conf.keys import check, key
-from data.tokenizer import TextStream, encode, from_json
+from data.tokenizer import TextStream, beginning, encode, from_json
 from model.generate import Sampler, generate
 from model.gpt import GPT
 from training import context, huggingface
@@ -79,9 +79,8 @@ def sample(cfg: Config) -> None:
     if cfg.prompt_file:
         content = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
         text = content.decode("utf-8-sig")
-    # As in training, a document begins after an end-of-text token.
-    begin = trained.state.get("begin", encoding.eot_token)
-    prompt = torch.tensor([[begin, *encode(encoding, text).tolist()]], device=device)
+    begin = trained.state.get("begin") or beginning(encoding)
+    prompt = torch.tensor([[*begin, *encode(encoding, text).tolist()]], device=device)
     for number in range(cfg.num_samples):
         head = f"--- sample {number + 1} of {cfg.num_samples}\n" if cfg.num_samples > 1 else ""
         print(stamp + head + text, end="", flush=True)

@@ -41,7 +41,7 @@ from safetensors import SafetensorError
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, validation_batches
 from data.made import SHORTEST
-from data.tokenizer import TextStream, from_json, to_json
+from data.tokenizer import TextStream, beginning, from_json, to_json
 from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
@@ -378,11 +378,11 @@ def probe_attention(run: Run, failure: bool) -> None:
 
 
 def sample(run: Run) -> None:
-    """Writes the model's text after an end-of-text token, where documents begin."""
+    """Writes a document of the model's."""
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     stream, end, text = TextStream(encoding), encoding.eot_token, ""
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
-    begin = torch.tensor([[end]], device=device)
+    begin = torch.tensor([beginning(encoding)], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
     nan = suppress(*[ValueError] * (not run.cfg.stop_on_nan))  # logits that are NaN make no text
     with run.train_step.autocast, run.train_step.uncompiled(), nan:

@@ -85,6 +85,12 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own is read-only
 
 
+def beginning(encoding: tiktoken.Encoding) -> list[int]:
+    """What a text to write begins after: a line end and the end-of-text token. A model has seldom seen the latter as
+    the first token of all, because in training the end of another document stands before it."""
+    return [*encode(encoding, "\n").tolist(), encoding.eot_token]
+
+
 def encode_all(encoding: tiktoken.Encoding, texts: list[str]) -> list:
     """Token ids of each text, as encode() gives them. tiktoken uses all cores."""
     if encoding.name == "byte":

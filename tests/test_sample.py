@@ -41,6 +41,7 @@ def gpt(T: int = 32, **options) -> GPT:
 
 def parrot(tokens: list[int]) -> GPT:
     """A model that writes these tokens, whatever it sees: its weights look at the position alone."""
+    tokens = [0, *tokens]  # of the place before the last token of the beginning
     T = len(tokens)
     model = gpt(T, n_embd=2 * T, n_head=1, tie_head=False)
     with torch.no_grad():
@@ -83,7 +84,7 @@ def run(tmp_path) -> Path:
 def test_the_likeliest_text_is_the_argmax_of_the_models_logits(prompt, cache, write, run):
     model = gpt()
     keep(run, model)
-    tokens = [END, *prompt.encode()][-32:]
+    tokens = [*b"\n", END, *prompt.encode()][-32:]
     found = map(int, generate.generate(model, torch.tensor([tokens]), 40, generate.Sampler(0), cache=False))
     expected = bytes(takewhile(END.__ne__, found)).decode(errors="replace")
     typed = f"prompt={prompt}", "temperature=0", "max_new_tokens=40", f"cache={cache}"
@@ -120,7 +121,7 @@ def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(write, run, tmp
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(prompt.encode())))
     for source in (f"prompt={prompt}", f"prompt_file={file}", "prompt_file=-"):
         assert write(source) == prompt + "\n"
-    assert seen == [[END, *prompt.encode()]] * 3
+    assert seen == [[*b"\n", END, *prompt.encode()]] * 3
 
 
 @pytest.mark.parametrize(("tokens", "text"), [

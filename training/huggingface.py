@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 from torch import Tensor
 
-from data.tokenizer import END_OF_TEXT, from_json, to_json
+from data.tokenizer import END_OF_TEXT, beginning, from_json, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
@@ -61,7 +61,7 @@ def find_weights(named: str, runs: Path) -> Checkpoint:
 
 
 def load(name: str) -> Checkpoint:
-    """A folder or a name of the hub, as float32 Checkpoint of step 0. state["begin"]: the token that begins a text."""
+    """A folder or a name of the hub, as float32 Checkpoint of step 0. state["begin"]: the tokens that begin a text."""
     transformers, no_code = library(), {"trust_remote_code": False}  # neither runs what a folder brings nor asks
     try:
         config = transformers.AutoConfig.from_pretrained(name, **no_code)
@@ -82,7 +82,7 @@ def load(name: str) -> Checkpoint:
         compare(ours, theirs)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{name} cannot be used: {' '.join(str(error).split())}") from error
-    begin = (tokenizer("").input_ids or [encoding.eot_token])[0]
+    begin = tokenizer("").input_ids or [encoding.eot_token]
     groups = {"model": asdict(model), "attention": asdict(attention), "break_it": asdict(BreakIt())}
     state = {"config": groups, "broken": "", "val_loss": None, "begin": begin}
     return Checkpoint(Path(name), 0, weights, {}, state, to_json(encoding))
@@ -100,8 +100,8 @@ def export(trained: Checkpoint, folder: Path) -> str:
     ours = GPT(model, replace(attention, impl="tiled"))
     weights: dict[str, Tensor] = dict(ours.named_parameters())
     model.mlp_hidden = len(weights["blocks.0.mlp.up.weight"])
-    begin, end = trained.state.get("begin", encoding.eot_token), encoding.eot_token
-    wanted = their_config(model, attention, bos_token_id=begin, eos_token_id=end)
+    begin = trained.state.get("begin") or beginning(encoding)
+    wanted = their_config(model, attention, bos_token_id=begin[-1], eos_token_id=encoding.eot_token)
     take_weights(trained, ours)
     theirs = library().AutoModelForCausalLM.from_config(wanted, dtype=torch.float32)
     copy(weights, theirs, to_ours=False)
@@ -205,8 +205,8 @@ def to_tiktoken(theirs: Any) -> tiktoken.Encoding:
     return found
 
 
-def to_transformers(encoding: tiktoken.Encoding, begin: int, context_length: int) -> Any:
-    """The tokenizer for transformers. It begins every text with the token `begin`, as sample.py does."""
+def to_transformers(encoding: tiktoken.Encoding, begin: list[int], context_length: int) -> Any:
+    """The tokenizer for transformers. It begins every text with the tokens `begin`, as sample.py does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -223,7 +223,8 @@ def to_transformers(encoding: tiktoken.Encoding, begin: int, context_length: int
     made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([*special])
-    first = made.id_to_token(begin)
-    made.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, begin)])
-    around = {"bos_token": first, "eos_token": end, "model_max_length": context_length}
+    first = [(made.id_to_token(token), token) for token in begin]
+    template = [*(word for word, _ in first), "$A"]
+    made.post_processor = processors.TemplateProcessing(template, special_tokens=first)
+    around = {"bos_token": first[-1][0], "eos_token": end, "model_max_length": context_length}
     return library().PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **around)
