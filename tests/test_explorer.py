@@ -134,6 +134,8 @@ SHOWN = [
     ("step=5&row=3", [], {"says": r"m grows from 0\.5 to 1, so l and acc are multiplied by alpha = 0\.6065\.$"}),
     ("step=end&failure=no_rescale", [], {"wrong": "wrong in rows on, mat", "count": "9 / 9"}),
     ("failure=no_max&step=end", ["elsewhere"], {"#": "data=large", "wrong": "wrong in"}),
+    ("step=end", [], {"words": "^165$"}),
+    ("step=end&page=backward", [], {"words": "^430$"}),  # as lab/traffic.py counts
     ("causal=0", ["failure-local_mask"], {"#": "causal=1"}),
     ("causal=0", ["failure-local_mask", "failure-none"], {"#": "causal=0"}),  # what a failure switches on, it puts back
     ("page=backward", ["failure-stale_seed"], {"#": "dropout=1", "wrong": "Wrong so far|Right so far"}),
