@@ -108,13 +108,13 @@ def test_readmes_example_passes_its_two_commands(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")
-def test_a_debugger_stops_in_a_kernel_where_readme_says(tmp_path):
+def test_a_debugger_stops_in_a_kernel_where_the_page_says(tmp_path):
     for folder in ("conf", "kernels", "model"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     before, mark, after = (file := tmp_path / "kernels" / "flash.py").read_text().partition("  # 3\n")
     assert "\ndef forward_tiles" in before
     file.write_text(f"{before}{mark}        breakpoint()\n{after}")
-    (command,) = (span for span in spans(PAGES["README.md"]) if span.startswith("TRITON_INTERPRET=1 python -c"))
+    (command,) = (span for span in spans(PAGES["CONTRIBUTING.md"]) if span.startswith("TRITON_INTERPRET=1 python -c"))
     command = command.replace("python", sys.executable)
     ended = subprocess.run(command, shell=True, cwd=tmp_path, input="p p\nq\n", capture_output=True, text=True)
     assert "forward_tiles()" in ended.stdout
