@@ -193,7 +193,7 @@ def set_up(typed: DictConfig) -> Run:
     cfg.name = name_of(cfg, resumed)
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
-    metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.first)
+    metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.is_main)
     clock = Clock(ranks, state.get("seconds", 0.0))
     run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, clock, step,
               state.get("unfinished", False))  # fmt: skip
@@ -206,7 +206,7 @@ def introduce(run: Run, source: Path | None) -> None:
     """The first lines and files: a run explains itself."""
     cfg, data, say, count = run.cfg, run.dataset, run.metrics.say, run.train_step.model.parameter_count()
     folder = run.metrics.folder
-    if run.ranks.first:
+    if run.ranks.is_main:
         OmegaConf.save(OmegaConf.create(as_text(asdict(cfg))), folder / "config.yaml")
         if run.step == 0 or not (folder / "typed.txt").exists():  # else it is resumed
             (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
@@ -400,7 +400,7 @@ def save(run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dic
              "seconds": run.clock.seconds}  # fmt: skip
     weights, optimizer = tensors_of(train_step.model, train_step.optimizers, run.ranks)
     folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
-    if not run.ranks.first:
+    if not run.ranks.is_main:
         return folder
     return save_checkpoint(folder, run.step, weights, fault or optimizer, state, tokenizer, cfg.keep_last)
 

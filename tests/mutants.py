@@ -91,7 +91,7 @@ TABLE = {
         ("fp16 takes infinite gradients", "self.stopped | ~norm.isfinite()", "self.stopped", "step")],
     "training/checkpoint.py": [
         ("best is the highest loss", "return min(losses,", "return max(losses,", "checkpoint"),
-        ("random numbers begin anew on resume", 'if len(states["rng.cpu"]) == ranks.size:', "if False:", "checkpoint")],
+        ("random numbers begin anew on resume", 'if len(rng["rng.cpu"]) == ranks.size:', "if False:", "checkpoint")],
     "training/optimizer.py": [
         ("betas are swapped", "(config.beta1, config.beta2)", "(config.beta2, config.beta1)", "arithmetic"),
         ("norms and biases decay", '"weight_decay": 0.0}', '"weight_decay": config.weight_decay}', "optimizer")],

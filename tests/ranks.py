@@ -20,7 +20,7 @@ import train as script
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training.parallel import ParallelConfig, Ranks, join, whole
+from training.parallel import ParallelConfig, Ranks, full_tensor, join
 
 
 def train(*arguments: str) -> None:
@@ -48,10 +48,10 @@ def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: 
         part.backward()
         loss = loss + part.detach()
     loss = ranks.all_reduce(loss, gpt.parameters())
-    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters()]))
-    found = {name: ranks.whole(p.grad) for name, p in gpt.named_parameters()}
+    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters()]))
+    found = {name: ranks.gather(p.grad) for name, p in gpt.named_parameters()}
     held = sum((p.to_local() if ranks.config.shard else p).numel() for p in gpt.parameters())
-    if ranks.first:
+    if ranks.is_main:
         torch.save({"loss": loss, "norm": norm, "held": held, **found}, file)
     ranks.leave()
 
@@ -61,7 +61,7 @@ def wait() -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
     rank, new = torch.distributed.get_rank(), torch.distributed.new_group
     torch.distributed.new_group = lambda timeout=timedelta(seconds=1), **more: new(timeout=timeout, **more)
-    with Ranks(rank=rank, size=2, first=rank == 0).main_process_first():
+    with Ranks(rank=rank, size=2, is_main=rank == 0).main_process_first():
         time.sleep(2 - 2 * rank)
 
 

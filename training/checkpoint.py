@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from training.machine import rng_state, set_rng_state
 from training.metrics import replace
-from training.parallel import ALONE, Ranks, like
+from training.parallel import ALONE, Ranks, shard_like
 
 Tensors = dict[str, Tensor]
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -58,7 +58,7 @@ class Checkpoint:
 def open_folder(folder: Path, resumed: Checkpoint | None, ranks: Ranks = ALONE) -> FileLock:
     """Makes runs/NAME and locks it, on rank 0, until release() or the process ends. ValueError if it has a run."""
     lock = FileLock(folder / ".lock")
-    if not ranks.first:
+    if not ranks.is_main:
         return lock
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -174,30 +174,36 @@ def best_checkpoint(folder: Path) -> Path | None:
 def tensors_of(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALONE) -> tuple[Tensors, Tensors]:
     """The weights by name, a tied one once; the optimizers' state by the weights' names, with each rank's random state.
     All ranks call this together: each may have a part. (torch's state_dict() numbers them: a new one shifts all.)"""
-    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    weights = {name: ranks.whole(p.detach()) for name, p in model.named_parameters()}
+    states = states_of(optimizers)
+    weights = {name: ranks.gather(p.detach()) for name, p in model.named_parameters()}
     training = {
-        f"{name}.{key}": ranks.whole(x).contiguous()
+        f"{name}.{key}": ranks.gather(x).contiguous()
         for name, p in model.named_parameters()
-        for key, x in sorted(owner[p].state[p].items())
+        for key, x in sorted(states[p].items())
     }
     return weights, training | {name: ranks.stack(x) for name, x in rng_state().items()}
+
+
+def states_of(optimizers: list[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
+    """{weight: its state}, of all optimizers."""
+    return {p: each.state[p] for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer], ranks: Ranks = ALONE) -> None:
     """Sets weights, optimizers and random state to those of the checkpoint. Last, because building draws numbers.
     With another number of processes the random state stays as it is: they draw other dropout."""
     take_weights(checkpoint, model)
-    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    states = states_of(optimizers)
     for name, p in model.named_parameters():
         of_this = {key: x for key, x in checkpoint.training.items() if key.rpartition(".")[0] == name}
         if not of_this:  # a fault's folder has a batch in its place
             raise ValueError(f"{checkpoint.path} has no optimizer state of {name}: resume another checkpoint")
         # Copied, because the loaded tensors are views of a file. All are where the weight is: the optimizers are fused.
-        owner[p].state[p] = {key.rpartition(".")[2]: like(x.to(p.device, copy=True), p) for key, x in of_this.items()}
-    states = {name: x for name, x in checkpoint.training.items() if name.startswith("rng.")}
-    if len(states["rng.cpu"]) == ranks.size:
-        set_rng_state({name: x[ranks.rank] for name, x in states.items()})
+        for key, x in of_this.items():
+            states[p][key.rpartition(".")[2]] = shard_like(x.to(p.device, copy=True), p)
+    rng = {name: x for name, x in checkpoint.training.items() if name.startswith("rng.")}
+    if len(rng["rng.cpu"]) == ranks.size:
+        set_rng_state({name: x[ranks.rank] for name, x in rng.items()})
 
 
 @torch.no_grad()
@@ -212,4 +218,4 @@ def take_weights(parent: Checkpoint, model: nn.Module) -> None:
                 f"{parent.path} does not fit: {why}; another checkpoint, or leave out what changes the model"
             )
     for name, p in ours.items():
-        p.copy_(like(theirs[name].to(p.device), p))
+        p.copy_(shard_like(theirs[name].to(p.device), p))

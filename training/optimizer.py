@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from conf.keys import key
 from model.gpt import GPT
-from training.parallel import like, local, part_of, whole
+from training.parallel import as_part, full_tensor, shard_like, to_local
 
 TOGETHER = 2**24  # elements of the matrices that Muon updates together
 
@@ -102,12 +102,13 @@ class Muon(NotCompiled):
 
     def update(self, ps: list[Tensor], lr: float | Tensor, weight_decay: float, momentum: float) -> None:
         """One update of matrices of one shape."""
-        old_buffers, grads = [local(self.state[p]["momentum_buffer"]) for p in ps], [local(p.grad) for p in ps]
+        weights, grads = [to_local(p) for p in ps], [to_local(p.grad) for p in ps]
+        old_buffers = [to_local(self.state[p]["momentum_buffer"]) for p in ps]
         buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
         rate = lr * (0.2 * math.sqrt(max(ps[0].shape)))
-        made = orthogonal(torch.stack([whole(part_of(p, x)) for p, x in zip(ps, ahead, strict=True)])).to(ps[0].dtype)
-        directions, weights = [local(like(x, p)) for x, p in zip(made, ps, strict=True)], [local(p) for p in ps]
+        made = orthogonal(torch.stack([full_tensor(as_part(x, p)) for x, p in zip(ahead, ps, strict=True)]))
+        directions = [to_local(shard_like(x.to(p.dtype), p)) for x, p in zip(made, ps, strict=True)]
         new = torch._foreach_mul(weights, 1 - lr * weight_decay)
         if isinstance(rate, Tensor):
             torch._foreach_sub_(new, torch._foreach_mul(directions, rate))

@@ -45,7 +45,7 @@ class Ranks:
     device: str = "auto"  # of this rank, as pick_device() takes it
     rank: int = 0
     size: int = 1
-    first: bool = True  # whether this is rank 0, which prints and writes
+    is_main: bool = True  # whether this is rank 0, which prints and writes
     data_rank: int = 0  # which of data_size shares of the sequences this rank has
     data_size: int = 1
     config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -119,12 +119,12 @@ class Ranks:
         """Rank 0 runs the body, then the others do: they read what it has written, or fail as it does."""
         # A download may take longer than the half hour after which a collective fails.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
-        if not self.first:
+        if not self.is_main:
             self.sum([0.0], group=group)  # a barrier on the host; dist.barrier() would be one on the GPUs
         try:
             yield
         finally:
-            if self.first:
+            if self.is_main:
                 self.sum([0.0], group=group)
 
     def shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -133,12 +133,12 @@ class Ranks:
         for mine in range(self.data_rank, len(every) + self.data_rank, self.data_size):
             yield every[min(mine, len(every) - 1)], mine < len(every)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """All of x for a checkpoint. If FSDP2 has cut it, on the CPU of rank 0: no GPU has to hold all weights."""
         if not self.config.shard:
             return x
-        x = whole(x)
-        return x.cpu() if self.first else x.new_empty(0)
+        x = full_tensor(x)
+        return x.cpu() if self.is_main else x.new_empty(0)
 
     def stack(self, x: Tensor) -> Tensor:
         """Every rank's x, on the CPU: (size, *x.shape)."""
@@ -157,18 +157,18 @@ class Ranks:
 ALONE = Ranks()
 
 
-def whole(x: Any) -> Tensor:
+def full_tensor(x: Any) -> Tensor:
     """All of x, if FSDP2 has cut it; all ranks call this together."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def local(x: Any) -> Tensor:
+def to_local(x: Any) -> Tensor:
     """This rank's part of x, in the same memory."""
     return x.to_local() if hasattr(x, "full_tensor") else x
 
 
-def part_of(p: Any, x: Tensor) -> Tensor:
-    """x, this rank's part of a tensor, as one that FSDP2 has cut as p; x itself, if it has not cut p."""
+def as_part(x: Tensor, p: Any) -> Tensor:
+    """x, this rank's part of a tensor, as a DTensor that FSDP2 has cut as p; x itself, if it has not cut p."""
     if not hasattr(p, "full_tensor"):
         return x
     from torch.distributed.tensor import DTensor
@@ -176,7 +176,7 @@ def part_of(p: Any, x: Tensor) -> Tensor:
     return DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def like(x: Tensor, p: Any) -> Tensor:
+def shard_like(x: Tensor, p: Any) -> Tensor:
     """This rank's part of x, as FSDP2 has cut p; all of x, if it has not, or if x is a scalar."""
     if not hasattr(p, "full_tensor") or x.ndim == 0:
         return x

@@ -30,7 +30,7 @@ from kernels.problem import Problem
 from model import op
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, draws_from_torch
-from training.parallel import ALONE, Ranks, whole
+from training.parallel import ALONE, Ranks, full_tensor
 
 AHEAD = {"cuda": 2}  # updates that may be enqueued before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # steps before the capture: kernels are compiled and the optimizers' state is made
@@ -151,7 +151,7 @@ class TrainStep:
         # Clip. In two calls, because the guard needs the norm of the whole gradient, which FSDP2 has in parts.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        norm = full_tensor(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if self.grad_clip:
             clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
 
