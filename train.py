@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -98,12 +98,12 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done now: each every so many steps (0: never), and after the last one."""
+        """What is to be done after this step. Each has its interval in steps (0: never), and the last step has all."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
         due = {what for what, n in every.items() if n and (over or step % n == 0)}
-        due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does it act?
+        due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # see whether it acts
         return due | ({"save"} if self.clock.signal else set())
 
 
@@ -112,7 +112,7 @@ def main(cfg: DictConfig) -> float:
     """One run. Returns its best validation loss, which a sweeper such as Optuna's minimises. Exits with 1 for a mistake
     of the user's or a NaN (a sweep goes on with the next job), and with 128 + n after signal n."""
     code, best, why = one_run(cfg)
-    gc.collect()  # or the next job of a sweep has this one's model beside its own
+    gc.collect()  # otherwise the next job of a sweep has this one's model beside its own
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
@@ -124,28 +124,29 @@ def main(cfg: DictConfig) -> float:
 
 
 def one_run(cfg: DictConfig) -> tuple[int, float, str]:
-    """The exit code, the best validation loss, and what ended the run in a line (a program error has its traceback)."""
-    run, code, why = None, 1, ""
+    """The exit code, the best validation loss, and one line on what ended the run (a program error has a traceback)."""
+    run, code, why, best = None, 1, "", math.inf
     try:
         run = set_up(cfg)
         code = train(run)
     except KeyboardInterrupt:  # in set_up(): train() listens to signals
         code = 130
     except torch.OutOfMemoryError as error:
-        same = run and f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
-        why = f"out of memory: use {same or 'a smaller model'}, or model.recompute=true ({error})"
+        less = run and f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
+        why = f"out of memory: use {less or 'a smaller model'}, or model.recompute=true ({error})"
     except (ValueError, OSError, SafetensorError) as error:  # a user's mistake, or a full disk
-        if run and isinstance(error, ValueError):
+        if run and isinstance(error, ValueError):  # after set_up() it is a program error
             raise
         why = f"{error}; earlier checkpoints, if any, are in {run.metrics.folder}" if run else str(error)
     finally:
         if run:
+            best = run.metrics.best[0]
             run.metrics.close(code)
             run.lock.release()
     if run and not why:
         run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
         run.ranks.leave()
-    return code, run.metrics.best[0] if run else math.inf, why
+    return code, best, why
 
 
 # --- set up: the quick checks come first, and the folder is made after all of them
@@ -157,26 +158,26 @@ def set_up(typed: DictConfig) -> Run:
     ranks = join(cfg.parallel, cfg.device)
     device = machine.pick_device(ranks.device)
     dtype = machine.pick_dtype(cfg.dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.model.head_size, cfg.model.context_length, cfg.break_it)
-    ranks.check(cfg, attention)
-    refuse_attention(cfg, attention, dtype, device)
-    mode = choose_mode(cfg.compile, device, attention, cfg.model, cfg.parallel.shard)
-    facts = {**machine.about(device), "dtype": dtype, "attention": attention.impl, "step": mode}
+    T = cfg.model.context_length
+    attention_config = resolve(cfg.attention, device.type, cfg.model.head_size, T, cfg.break_it)
+    ranks.check(cfg, attention_config)
+    refuse_attention(cfg, attention_config, dtype, device)
+    mode = choose_mode(cfg.compile, device, attention_config, cfg.model, cfg.parallel.shard)
+    facts = {**machine.about(device), "dtype": dtype, "attention": attention_config.impl, "mode": mode}
 
     kept = from_json(source.tokenizer) if source else None
     with ranks.main_process_first():  # rank 0 prepares the data, the others open it
-        dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
+        dataset = open_data(cfg.data, cfg.tokenizer, kept, T, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
-    T, packed = cfg.model.context_length, cfg.attention.documents
     loader = Loader(dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    with_documents=packed, random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank,
-                    world_size=ranks.data_size)  # fmt: skip
-    sizes = cfg.batch_size, T, cfg.eval_tokens, packed
+                    with_documents=cfg.attention.documents, random_offset=cfg.data.source not in SHORTEST,
+                    rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
+    sizes = cfg.batch_size, T, cfg.eval_tokens, cfg.attention.documents
     validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
     validation()  # ValueError if the text is too short
     torch.manual_seed(cfg.seed)
-    model = ranks.prepare(GPT(cfg.model, attention, cfg.break_it), device)
+    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
@@ -241,9 +242,10 @@ def train(run: Run) -> int:
     clock.start()
     if run.is_over() and not run.unfinished:
         say(f"nothing to train: it has made {run.step} steps in {clock.seconds / 60:.1f} minutes")
-    stopped = run.unfinished and finish_step(run)
+    if run.unfinished:
+        finish_step(run)
     logged, first = time.perf_counter(), run.step + 1
-    while not (stopped or run.is_over()):
+    while not (clock.signal or run.is_over()):
         batch = next_batch(run)
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)
@@ -253,7 +255,7 @@ def train(run: Run) -> int:
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):
+        while pending and (due or len(pending) > train_step.ahead):  # the last step is evaluated, so none is left
             update = pending.pop(0)
             stats, before = update.stats.wait(), logged
             logged = time.perf_counter()
@@ -261,11 +263,11 @@ def train(run: Run) -> int:
             if stats.stopped:
                 return stop_at_nan(run, update, stats)
         if due:
-            stopped = finish_step(run)
+            finish_step(run)
             logged = time.perf_counter()
     loss, step = run.metrics.best
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}")
-    if stopped:
+    if clock.signal:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
@@ -296,7 +298,7 @@ def log(run: Run, update: Pending, stats: StepStats, seconds: float) -> None:
               "loss_scale": stats.loss_scale}  # fmt: skip
     if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
-    if step == 3 and limit < 50 * seconds:
+    if step == 3 and limit < 50 * seconds:  # the first two may compile
         few = f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few to learn"
         run.metrics.say(f"{few}: raise it, or lower model.context_length or batch_size")
 
@@ -326,10 +328,10 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
 
 
 # --- between two steps: evaluate, sample, save
-def finish_step(run: Run) -> bool:
-    """Does what is due. Returns whether a signal ends the run (perhaps with evaluate() unfinished)."""
+def finish_step(run: Run) -> None:
+    """Does what is due. A signal may come meanwhile, which leaves evaluate() unfinished."""
     due = run.due()
-    if due & {"probe", "failure"} and not run.unfinished:
+    if due & {"probe", "failure"} and not run.unfinished:  # else it was done before the resume
         probe_attention(run, "failure" in due)
     val_loss = evaluate(run) if "evaluate" in due else None
     run.unfinished = "evaluate" in due and val_loss is None
@@ -339,7 +341,6 @@ def finish_step(run: Run) -> bool:
     if "save" in due:
         save(run, val_loss)
     run.metrics.draw()
-    return bool(run.clock.signal)
 
 
 def evaluate(run: Run) -> float | None:
@@ -364,7 +365,7 @@ def evaluate(run: Run) -> float | None:
 
 
 def probe_attention(run: Run, failure: bool) -> None:
-    """Logs the probe's gauges of attention on the first validation sequence; with `failure` also whether it acts."""
+    """Logs the probe's gauges of attention on the first validation sequence. failure: also whether the failure acts."""
     train_step, rng = run.train_step, machine.rng_state()
     x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(train_step.device)
     with train_step.autocast, train_step.uncompiled():  # in training mode, for dropout
@@ -384,8 +385,8 @@ def sample(run: Run) -> None:
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([beginning(encoding)], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
-    nan = suppress(*[ValueError] * (not run.cfg.stop_on_nan))  # logits that are NaN make no text
-    with run.train_step.autocast, run.train_step.uncompiled(), nan:
+    no_text = nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # of logits that are NaN
+    with run.train_step.autocast, run.train_step.uncompiled(), no_text:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
     run.metrics.sample(run.step, text + stream.flush())
@@ -393,7 +394,7 @@ def sample(run: Run) -> None:
 
 
 def save(run: Run, val_loss: float | None = None, into: str = FOLDER, fault: dict | None = None) -> Path:
-    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
+    """Saves all that a resumed run needs to be the same run. fault: a batch in place of the optimizer."""
     train_step, cfg = run.train_step, run.cfg
     state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
              "loader": run.loader.state_dict(), "scaler": train_step.scaler.state_dict(), "unfinished": run.unfinished,

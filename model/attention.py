@@ -8,7 +8,8 @@
 B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H is a multiple of H_kv), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-The steps have these numbers in every implementation and in docs/attention.md, which derives them:
+The steps have these numbers in every implementation and in docs/attention.md, which derives them. (naive divides by l
+before step 4.) Skip `in broken` at first reading: there break_it takes a line out.
 
     forward (p is exp(s - m))                           backward (p is the weight, divided by l)
     1  s = q k^T * softmax_scale (softcap, alibi)        7  delta = rowsum(do * o) - dlse
@@ -134,15 +135,14 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
         keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
         p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
     o = p.to(v.dtype) @ v  # 5
-    return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6
+    return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6: lse
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """PyTorch's scaled_dot_product_attention. Dropout is PyTorch's own: another mask, and dropout_p is not rounded."""
-    T, T_k, bias = problem.T, problem.T_k, None
-    causal = problem.causal and T > 1  # one query is at the last key, and sees all
-    if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones
-        causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0]
+    T, T_k, causal, bias = problem.T, problem.T_k, problem.causal, None
+    if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones. A single query sees all keys
+        causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0] if T > 1 else None
     return F.scaled_dot_product_attention(
         q, k, v, bias, problem.dropout_p, is_causal=causal, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -163,7 +163,8 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     if documents is not None and (documents.shape != (k.shape[0], T_k) or T > T_k or documents.is_floating_point()):
         raise ValueError(f"documents {documents.dtype} {tuple(documents.shape)}: want integers (B, T_k), and T <= T_k")
-    if seed is not None and [getattr(seed, x, 0) for x in ("dtype", "shape", "device")] != [torch.int64, (), q.device]:
+    scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0 and seed.device == q.device
+    if seed is not None and not scalar:
         raise ValueError(f"seed={seed!r}: want an int64 scalar on {q.device}, as torch.tensor(5) on a CPU")
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if blocks is not None and (covered := min(blocks.shape) * config.block_mask_size) < max(T, T_k):
@@ -207,8 +208,8 @@ def resolve(
 ) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton for sampling,
-    for what sdpa lacks, for our dropout, for a failure, and where a training is faster with it.
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton where a training
+    is faster with it, for sampling, for options that sdpa lacks, for dropout, and for failures.
     """
     if config.impl != "auto":
         return config

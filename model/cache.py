@@ -18,7 +18,7 @@ class LayerCache:
         """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:
         not needed, because sampling has no dropout and no documents, and a broken model has no cache."""
         cache, T = self.cache, q.shape[2]
-        if T == 1 and cache.position is not None:  # it is read on the device, so one CUDA graph serves all tokens
+        if T == 1 and cache.position is not None:  # decode() reads it on the device, and keeps k and v
             from kernels.decode import decode
 
             slopes = alibi_slopes(q.shape[1], q.device) if config.alibi else None
@@ -45,7 +45,7 @@ class KVCache:
         self.position: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
 
     def place(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the next tokens (B, T): their positions, int64 (T,), and the token before each."""
+        """The positions of the next tokens (B, T), int64 (T,), and the token before each."""
         last = self.last if self.length else torch.full_like(self.last, -1)  # the first token has none before it
         before = torch.cat((last, idx[:, :-1]), dim=1)
         self.last.copy_(idx[:, -1:])  # in place, because a CUDA graph has its address

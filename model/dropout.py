@@ -19,7 +19,8 @@ matrix products. So one call decides for 16 weights, 8 bits each:
     counter           = (row >> 5 << 3 | row & 7, the same of the column, n, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns, as a thread holds a tensor core's result: it needs all 16.
+Row 13 = 0b01101, for example: bits 3 and 4 (from 0) are 01, so word 1; the counter has 0 << 3 | 0b101. The weights of
+one call are 8 apart in rows and columns, as a thread holds a tensor core's result, so it needs all 16 bytes.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -61,7 +62,7 @@ Word = Tensor | int  # 32 random or counter bits: int64 in [0, 2**32)
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int = ROUNDS) -> tuple[Word, ...]:
     """Philox 4x32: four counter words and two key words to four random words, all of one broadcast shape.
 
-    The words are int64, because torch has no unsigned 32-bit product with a high half. There c * M can exceed 2**63,
+    The words are int64, because torch has no unsigned 32-bit product with a high half. In int64 c * M can exceed 2**63,
     which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
     never overflows and has the same low half; its high half is c too low, so c is added back."""
     c0, c1, c2, c3 = counter

@@ -1,7 +1,7 @@
 """Generating text: choose the next token from the logits, append it, repeat.
 
-With a cache the prompt runs once, and then each token alone. Of a prompt that is longer than the context, the end is
-read. A text that outgrows the context goes on from its last half, with and without a cache.
+With a cache the prompt runs once, and then each token alone. A prompt that is longer than the context loses its
+beginning. A text that outgrows the context goes on from its last half, with and without a cache.
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ class Sampler:
         if self.top_k is not None:
             smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
-        beta = 1 / max(self.temperature, 1e-30)
+        beta = 1 / max(self.temperature, 1e-30)  # 1 / 1e-320 is infinite
         if self.top_p < 1:
             ordered, order = (logits.float() * beta).softmax(-1).sort(descending=True, dim=-1)
             enough = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones suffice; the likeliest always stays
-            logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
+            logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)  # in the vocabulary's order
         # A draw from softmax(beta * logits): the index of the least log E - beta * logits, E exponentially distributed.
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log_()
         return torch.sub(noise, logits, alpha=beta).argmin(-1, keepdim=True)
@@ -54,12 +54,13 @@ def generate(
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
     cache = cache and not model.break_it.label and model.attention_config.block_mask is None
     kv_cache = KVCache(model, len(idx), min(context, idx.shape[1] + count)) if cache else None
-    decoder, text, fits = Decoder(model, kv_cache, sampler, generator), idx[:, -context:], False
+    decoder, text = Decoder(model, kv_cache, sampler, generator), idx[:, -context:]
+    held = False  # whether the cache has all of the text but its last token
     for _ in range(count):
         if text.shape[1] > context:
-            text, fits = text[:, -max(1, context // 2) :], False
-        token = decoder.decode() if cache and fits else decoder.prefill(text)
-        text, fits = torch.cat((text, token), dim=1), True
+            text, held = text[:, -max(1, context // 2) :], False
+        token = decoder.decode() if held else decoder.prefill(text)
+        text, held = torch.cat((text, token), dim=1), cache
         yield token
 
 
@@ -77,7 +78,7 @@ class Decoder:
         """The token after a text (B, T). The cache, if there is one, then holds the text."""
         if self.cache is not None:
             self.cache.advance(-self.cache.length)
-        token = self.next(text, checked=True)
+        token = self.next(text, prefill=True)
         if self.cache is not None:
             self.cache.advance(text.shape[1])
         self.token = token.clone() if self.token is None else self.token.copy_(token)
@@ -94,23 +95,19 @@ class Decoder:
             stream = torch.cuda.Stream()
             # thread_local: in a run of several processes NCCL's watchdog thread queries events meanwhile
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.one_token(self.cache)
-            torch.cuda.current_stream().wait_stream(stream)  # where torch sets what the first replay draws
+                self.token.copy_(self.next(self.token))
+            torch.cuda.current_stream().wait_stream(stream)  # on which torch prepares the generator for the replay
         if self.graph is None:
-            self.one_token(self.cache)
+            self.token.copy_(self.next(self.token))
         else:
             self.graph.replay()
         self.decoded += 1
-        self.cache.length += 1  # with one_token()'s position: cache.advance(1)
+        self.cache.advance(1)
         return self.token.clone()
 
-    def one_token(self, cache: KVCache) -> None:
-        self.token.copy_(self.next(self.token, checked=not self.token.is_cuda))  # a check would wait for a GPU
-        if cache.position is not None:
-            cache.position.add_(1)
-
-    def next(self, idx: Tensor, checked: bool) -> Tensor:
+    def next(self, idx: Tensor, prefill: bool = False) -> Tensor:
         logits = self.model(idx, sequence=self.cache)[:, -1]
+        checked = prefill or not logits.is_cuda  # later the host does not wait for a GPU
         if checked and not self.model.break_it.label and logits.isnan().any():  # a broken model may show them
             raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")
         return self.sampler.choose(logits, self.generator)

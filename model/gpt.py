@@ -69,7 +69,7 @@ class GPTConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMS norm, in the weight's dtype: torch's has no fast kernel for a stream of another dtype."""
+    """torch's RMS norm. It has no fast kernel for x and weight of different dtypes, so x gets the weight's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -82,7 +82,7 @@ def norm(config: GPTConfig) -> nn.Module:
 
 
 def rope_table(positions: Tensor, D: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base**(-2i / D), float32 (T, D / 2): in bf16 position 8188 would be 8192."""
+    """cos and sin of position * base**(-2i / D), float32 (T, D / 2): bf16 would round position 8188 to 8192."""
     frequency = base ** -(torch.arange(0, D, 2, dtype=torch.float32, device=positions.device) / D)
     angle = torch.outer(positions.float(), frequency)
     return angle.cos(), angle.sin()
@@ -104,11 +104,11 @@ class Bigrams(nn.Module):
         self.table, self.widen = nn.Embedding(rows, width), nn.Linear(width, C, bias=False)
 
     def forward(self, idx: Tensor, before: Tensor) -> Tensor:
-        return self.widen(self.table((idx * 36313 ^ before * 27191) % self.table.num_embeddings))
+        return self.widen(self.table(((idx * 36313) ^ (before * 27191)) % self.table.num_embeddings))
 
 
 def place(idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Of whole sequences (B, T): their positions, int64 (T,), and the token before each (B, T), -1 before the first."""
+    """The positions in whole sequences (B, T), int64 (T,), and the token before each one (B, T), -1 for the first."""
     return torch.arange(idx.shape[1], device=idx.device), F.pad(idx, (1, -1), value=-1)
 
 
@@ -200,8 +200,9 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, sequence=None):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read with attention.documents. sequence: where these tokens are and what attends: a
-        KVCache, Ulysses or Recorder, with place(idx) and layers[i].attend(). Then the last logits come, (B, 1, V)."""
+        documents: integers (B, T), read with attention.documents. sequence: None for whole sequences; else an object
+        with place(idx) and layers[i].attend(), such as model/cache.py's. Without targets it gives the last token's
+        logits alone, (B, 1, V)."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -213,18 +214,18 @@ class GPT(nn.Module):
         if T > config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={config.context_length}")
         documents = documents if self.attention_config.documents else None
-        at, before = place(idx) if sequence is None else sequence.place(idx)
+        positions, before = place(idx) if sequence is None else sequence.place(idx)
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
-            if documents is not None:  # the token before a document's first is none of its own
-                before = before.where(documents[:, at] == documents[:, at - 1], -1)
+            if documents is not None:  # a document's first token has none before it
+                before = before.where(documents[:, positions] == documents[:, positions - 1], -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:
-            x = x + self.positions(at)
+            x = x + self.positions(positions)
         if config.residual_dtype == "autocast" and torch.is_autocast_enabled(device.type):
             x = x.to(torch.get_autocast_dtype(device.type))
         x = x0 = self.dropout(x)
-        rope = rope_table(at, config.head_size, config.rope_base) if config.position == "rope" else None
+        rope = rope_table(positions, config.head_size, config.rope_base) if config.position == "rope" else None
         # Drawn here and passed down as tensors, so that the backward and a block computed again get the same mask.
         dropping = self.training and self.attention_config.dropout_p > 0
         seeds = draw_seeds(config.n_layer, device) if dropping else [None] * config.n_layer
@@ -253,9 +254,9 @@ def keep_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def draws_from_torch(config: GPTConfig, attention: AttentionConfig) -> bool:
-    """Whether dropout draws from torch's generator, as that of nn.Dropout and sdpa does. Ours has the seed."""
-    return config.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
+def draws_from_torch(config: GPTConfig, attention_config: AttentionConfig) -> bool:
+    """Whether some dropout draws from torch's generator: nn.Dropout and sdpa do, our attention has a seed."""
+    return config.dropout_p > 0 or (attention_config.impl == "sdpa" and attention_config.dropout_p > 0)
 
 
 def recomputed(block: Any, *inputs: Any) -> Tensor:

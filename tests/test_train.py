@@ -170,7 +170,7 @@ def test_a_job_without_memory_says_the_way_out_and_leaves_its_own_to_the_next_on
 
 def test_the_first_lines_name_commit_versions_device_attention_and_parameters(small_run):
     said = "\n".join(small_run("steps=1").out.splitlines()[:5])
-    facts = "commit", "python", f"torch {torch.__version__}", "triton", "device cpu", "threads", "step eager"
+    facts = "commit", "python", f"torch {torch.__version__}", "triton", "device cpu", "threads", "mode eager"
     for part in (*facts, "attention tiled", "parameters", "128 tokens a step"):
         assert part in said
 

@@ -223,7 +223,7 @@ class Ulysses:
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
     def place(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's tokens (B, n): their positions in the sequence, int64 (n,), and the token before each."""
+        """The positions of this rank's tokens (B, n) in the sequence, int64 (n,), and the token before each."""
         at, before = place(idx)
         lasts = [torch.empty_like(before[:, 0]) for _ in range(self.N)]
         dist.all_gather(lasts, idx[:, -1].contiguous(), group=self.group)

@@ -32,7 +32,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, draws_from_torch
 from training.parallel import ALONE, Ranks, full_tensor
 
-AHEAD = {"cuda": 2}  # updates that may be enqueued before the host waits for the oldest; elsewhere none
+AHEAD = {"cuda": 2}  # updates that may be enqueued beside the one that the host waits for; elsewhere none
 WARM_UP = 3  # steps before the capture: kernels are compiled and the optimizers' state is made
 
 
@@ -47,7 +47,7 @@ class PendingStats(NamedTuple):
     """An update's numbers, on their way to the host."""
 
     numbers: Tensor
-    event: torch.cuda.Event | None  # after the copy; None where the copy has waited
+    event: torch.cuda.Event | None  # after the copy; None: it has arrived
 
     def wait(self) -> StepStats:
         if self.event is not None:
@@ -66,11 +66,13 @@ class Pending(NamedTuple):
     rng: dict[str, Tensor]  # the random state before it
 
 
-def choose_mode(wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool) -> str:
-    """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
-    compiles = device.type == "cuda" and attention.impl != "tiled"  # which chooses its tiles in Python
-    draws_in_python = model.recompute != "false" and draws_from_torch(model, attention)
-    captures = compiles and not draws_in_python and not sharded  # FSDP2 gathers weights in hooks
+def choose_mode(
+    wanted: str, device: torch.device, attention_config: AttentionConfig, config: GPTConfig, sharded: bool
+) -> str:
+    """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
+    compiles = device.type == "cuda" and attention_config.impl != "tiled"  # which reads its table of tiles on the host
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # checkpoint(), on the host
+    captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
@@ -157,13 +159,13 @@ class TrainStep:
 
         # The guard. In fp16 with a scale above 1 an infinite gradient is normal: this update alone is skipped, and the
         # scaler lowers its scale. Otherwise the model diverged, and NaN in weights cannot be repaired.
-        scale = self.scaler.scale(torch.ones((), device=self.device))
+        scale = self.scaler.scale(torch.ones((), device=self.device))  # get_scale() would wait for the device
         if self.stop_on_nan:
             self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
         self.skip_update.copy_((self.stopped | ~norm.isfinite()) if self.scaler.is_enabled() else self.stopped)
 
-        # The update. Not by scaler.step(), which of two optimizers skips only the one with an infinite gradient. On
-        # Apple's GPUs torch's AdamW ignores found_inf (pytorch/pytorch#186360), so there the host waits and looks.
+        # The update. scaler.step() would skip, of two optimizers, only the one with an infinite gradient. On Apple's
+        # GPUs torch's AdamW ignores found_inf (pytorch/pytorch#186360), so there the host waits and looks.
         if self.device.type != "mps" or not self.skip_update:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -179,7 +181,7 @@ class TrainStep:
         mode = "thread_local" if self.ranks.size > 1 else "global"
         with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             self.update(batch)
-        # torch sets the generator for the first replay on this stream: wait for it.
+        # On this stream torch prepares the generator for the first replay: wait for it.
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
