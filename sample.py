@@ -30,9 +30,9 @@ from data.tokenizer import TextStream, beginning, encode, from_json
 from model.generate import Sampler, generate
 from model.gpt import GPT
 from training import context, huggingface
+from training.checkpoint import find_checkpoint, network
 from training.config import command
 from training.machine import DTYPES, pick_device, pick_dtype
-from training.trained import find_trained, network
 
 
 @dataclass
@@ -62,7 +62,11 @@ class Config(Sampler):
 
 def sample(cfg: Config) -> None:
     """Prints text on standard output and what it is on standard error, or does what is asked for instead."""
-    trained, device = find_trained(cfg.run, cfg.checkpoint, Path(cfg.runs)), pick_device(cfg.device)
+    if cfg.checkpoint in ("best", "last"):
+        trained = find_checkpoint(cfg.run or "auto", Path(cfg.runs), best=cfg.checkpoint == "best")
+    else:
+        trained = huggingface.find_weights(cfg.checkpoint, Path(cfg.runs))
+    device = pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""
     what = (f", validation loss {loss:.4f}" if loss else "") + (": its text is worth nothing" if broken else "")

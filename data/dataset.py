@@ -52,9 +52,7 @@ class Dataset:
     val_documents: np.ndarray
 
 
-def open_data(
-    data: DataConfig, tokenizer: TokenizerConfig, kept: Encoding | None = None, context_length: int = 0, runs: str = ""
-) -> Dataset:
+def open_data(data: DataConfig, tokenizer: TokenizerConfig, kept=None, context_length=0, runs="") -> Dataset:
     """Opens the data that the configuration names; prepares or downloads it at first use, as prepare() does."""
     if data.source in ("bin", "fineweb"):
         files = files_of(data)

@@ -17,7 +17,6 @@ LETTERS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint
 DOCUMENTS = 8192  # how many are made, but at most BYTES in all
 BYTES = 1 << 26
 SEED = 1337
-
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 QUESTION = "What is the pass key? The pass key is {}."

@@ -10,9 +10,6 @@ The last part of its name is a hash of the files' paths, sizes and times of chan
 A folder is written aside and renamed when it is complete; a start only opens it. The text is read into memory.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("train.py prepares the text itself: python train.py data=text data.path=FILE")
-
 import hashlib
 import json
 import re
@@ -61,9 +58,7 @@ class DataConfig:
             raise ValueError(f"data={self.source} {why}")
 
 
-def prepare(
-    data: DataConfig, tokenizer: TokenizerConfig, kept: Encoding | None = None, context_length: int = 0, runs: str = ""
-) -> Path:
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, kept=None, context_length=0, runs="") -> Path:
     """The folder of token files for this text and tokenizer; made if it is missing. ValueError for the user's mistakes.
 
     kept: the tokenizer for tokenizer=kept. context_length: tokens of a document of recall and passkey. runs: the folder

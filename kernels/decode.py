@@ -1,7 +1,5 @@
 """Attention of one new token to the keys and values in a cache, in Triton (Flash-Decoding).
 
-    o = decode(q, k, v, keys, values, at, scale, softcap, slopes, window)
-
 B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head, D head size, S places in the cache.
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D)    keys, values (B, H_kv, S, D)
 
@@ -35,8 +33,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     """o (B, H, 1, D): attention of the new token to itself and the places before `at`. Writes k and v to place `at`.
 
     float32, float16 or bfloat16; keys and values contiguous. at: int64 (1,), the position of the new token, below S.
-    scale, softcap, slopes, window: as in kernels/problem.py.
-    """
+    scale, softcap, slopes, window: as in kernels/problem.py."""
     (B, H, _, D), (H_kv, S) = q.shape, keys.shape[1:3]
     refuse(q.dtype, D, q.device)
     N, G, BLOCK_D = B * H_kv, H // H_kv, max(16, triton.next_power_of_2(D))

@@ -77,8 +77,6 @@ class Task(NamedTuple):
 
 
 # --- The kernels, each above its loop over tiles ----------------------------------------------------------------------
-
-
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
@@ -265,8 +263,6 @@ def score_gradient(p, zp, dp, delta, slope, task):
 
 
 # --- Steps 1, 2 and 4 of a tile: scores, mask and dropout -------------------------------------------------------------
-
-
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
     """The rest of step 1. Returns s, the factor that makes it scores in base 2, and d score / d (q k^T scale)."""
@@ -331,8 +327,7 @@ def keep_mask(task, n, row0, column0, i, j):
     rows and columns share a Philox call, and one thread holds them in the result of a matrix product. The compiler
     makes that call once if it can prove that their counters are equal. Counting from the corner helps that proof, and
     so does `i & 6 | i & 1` in place of `i & 7`. With `i & 7` the proof fails for odd columns, and the transposed tiles
-    take 126 more instructions.
-    """
+    take 126 more instructions."""
     seed = tl.load(task.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(tl.uint32)
@@ -357,8 +352,6 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 # --- Which tiles are visited ------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def tile_of_queries(task, how: tl.constexpr):
     """This program's n, b, h, first row and key_tiles(). Most work first: if causal, the last rows see most keys."""
@@ -413,8 +406,7 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
     Each of the n tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
     is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
     among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
-    tiles whole_start to whole_stop - 1 are whole.
-    """
+    tiles whole_start to whole_stop - 1 are whole."""
     start, whole_start, whole_stop, stop = 0, 0, n_whole, n
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
@@ -471,8 +463,6 @@ def tile_at(t, stop, next_tile, where, task, CUT: tl.constexpr):
 
 
 # --- Loading and storing tiles ----------------------------------------------------------------------------------------
-
-
 @triton.jit
 def load(x, b, h, row, ROWS: tl.constexpr, how: tl.constexpr):
     """Loads a tile (ROWS, BLOCK_D) of x, a descriptor or a Strided. Elements outside x are 0."""

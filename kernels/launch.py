@@ -1,9 +1,6 @@
 """The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
 GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
-    o, lse, lse2 = forward(q, k, v, problem)
-    gradients = backward(q, k, v, o, lse2, do, dlse, problem)
-
 B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
 """
@@ -27,6 +24,8 @@ from kernels.visits import visit_lists
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 # The interpreter multiplies the bits of bfloat16 as integers (tests/interpreter.py has a repair).
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+# A (B, H, T, D) tensor for GPUs without descriptors (before sm_90). rows: T; width: D.
+Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 
 
 def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,8 +95,6 @@ def refuse(dtype: torch.dtype, D: int, device: torch.device) -> None:
 
 
 # --- Tile sizes -------------------------------------------------------------------------------------------------------
-
-
 class Tiles(NamedTuple):
     """The tile sizes of a kernel, and Triton's options to compile and launch it."""
 
@@ -170,8 +167,6 @@ def is_hopper(device: torch.device) -> bool:
 
 
 # --- The arguments of a kernel ----------------------------------------------------------------------------------------
-
-
 def launch(kernel: Any, programs: int, args: tuple, q: Tensor, problem: Problem, tile: Tiles) -> None:
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     compiled_for = how(tile.BLOCK_M, tile.BLOCK_N, q.shape[3], "tf32" if tf32 else "ieee", tuple(problem.broken))
@@ -207,10 +202,6 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str) -> T
         "threshold": problem.threshold, "zero": 0.0, "keep_scale": 256 / (256 - problem.threshold),
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))
-
-
-# A (B, H, T, D) tensor for GPUs without descriptors (before sm_90). rows: T; width: D.
-Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:

@@ -14,6 +14,8 @@ from model import break_it
 from model.break_it import BreakIt
 from training.machine import DTYPES
 
+HEAD = """| inputs | | o: predicted | o: found | dq, dk, dv: predicted | dq, dk, dv: found | difference |
+|---|---|---|---|---|---|---|"""
 EVERY, LAST = slice(None), slice(-1, None)
 USUAL, NOTHING = {"usual scores": usual()}, dict[str, Inputs]()
 
@@ -26,25 +28,21 @@ class Entry(NamedTuple):
 
 
 SEVERAL, SHORT = {"several tiles": usual()}, {"one tile": usual(T=16)}
+UNSEEING = {"rows without a key": usual(T_k=248), "a window": usual(window=8)}
+OVERFLOWS = {
+    "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
+    "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
+    "one score of 88, values of 64: acc overflows": scored(8.0, 44.0, LAST, slice(40, 41), v=64.0),
+}
 FAILURES = {
-    "no_max": Entry(
-        {
-            "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
-            "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
-            "one score of 88, values of 64: acc overflows": scored(8.0, 44.0, LAST, slice(40, 41), v=64.0),
-        },
-        USUAL,
-    ),
+    "no_max": Entry(OVERFLOWS, USUAL),
     "no_rescale": Entry(SEVERAL, SHORT),
     "no_rescale_sum": Entry(SEVERAL, SHORT),
     "no_rescale_output": Entry(SEVERAL, SHORT),
     "zero_init_max": Entry({"two keys with scores of -89": scored(8.0, -44.5, EVERY, EVERY, window=2)}, USUAL),
     "local_mask": Entry(SEVERAL, SHORT),
     "no_scale": Entry({"head size 16": usual()}, {"head size 1": usual(D=1)}),
-    "unguarded_mask": Entry(
-        {"rows without a key": usual(T_k=248), "a window": usual(window=8)},
-        {"causal alone": usual()},
-    ),
+    "unguarded_mask": Entry(UNSEEING, {"causal alone": usual()}),
     "stale_seed": Entry({"dropout": usual(seed=7, dropout_p=0.2)}, {"evaluation": usual(dropout_p=0.2)}),
 }
 
@@ -64,10 +62,6 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         cells = [self.inputs, f"{self.impl}, {self.dtype}", *map(percent, self.o + self.gradients)]
         return f"| {' | '.join(cells)} | {self.difference:.2f} |"
-
-
-HEAD = """| inputs | | o: predicted | o: found | dq, dk, dv: predicted | dq, dk, dv: found | difference |
-|---|---|---|---|---|---|---|"""
 
 
 def percent(x: float) -> str:

@@ -17,10 +17,9 @@ from torch import Tensor
 from data.tokenizer import encode, from_json
 from kernels.problem import runs_kernels
 from model.attention import attention
-from training.checkpoint import load_checkpoint, set_rng_state
-from training.machine import autocast, pick_device, set_precision
+from training.checkpoint import find_checkpoint, load_checkpoint, network
+from training.machine import autocast, pick_device, set_precision, set_rng_state
 from training.probe import Call, find, gauges, record
-from training.trained import find_trained, network
 
 TEMPLATE = Path(__file__).with_name("look.html")
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
@@ -36,7 +35,7 @@ NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which 
 
 def look(run: str | None, runs: Path, prompt: str, out: Path | None) -> None:
     """Writes the page of a run's best checkpoint on the text `prompt`. out: None for look.html in the run's folder."""
-    trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
+    trained, cpu = find_checkpoint(run or "auto", runs, best=True), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     model, encoding = network(trained, "tiled", cpu), from_json(trained.tokenizer)
     # As in training, a document begins after an end-of-text token.

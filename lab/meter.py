@@ -11,10 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import op
 
-OURS: dict[Callable, Callable] = {
-    torch.ops.tilegpt.attention.default: op.forward,
-    torch.ops.tilegpt.attention_backward.default: op.backward,
-}
+OURS: dict[Callable, Callable] = {op.flash_attention.default: op.forward, op.flash_backward.default: op.backward}
 
 
 def ms_of(action: Callable[[], object], device: torch.device) -> float:

@@ -74,14 +74,12 @@ class Prediction:
         self.q, self.k, self.v, self.do = (x.double() for x in inputs.rounded(dtype, "cpu"))
         self.H_kv = self.k.shape[1]
         self.k, self.v = (x.repeat_interleave(self.q.shape[1] // self.H_kv, 1) for x in (self.k, self.v))
-        self.T, self.T_k, self.D = self.q.shape[2], self.k.shape[2], self.q.shape[3]
+        self.T, self.T_k = self.q.shape[2], self.k.shape[2]
+        self.scale = 1.0 if "no_scale" in broken else self.q.shape[3] ** -0.5
         self.seed = self.seed_of_backward = inputs.seed
         if self.seed is not None and "stale_seed" in broken:
             self.seed_of_backward = self.seed + 1
         self.M, self.N = (self.T, self.T_k) if impl == "naive" else tiles(impl, inputs, dtype)
-
-    def scale(self) -> float:
-        return 1.0 if "no_scale" in self.broken else self.D**-0.5
 
     def seen(self) -> Tensor:
         """Whether a row sees a key: bool (T, T_k)."""
@@ -93,7 +91,7 @@ class Prediction:
     @cached_property
     def s(self) -> Tensor:
         """Steps 1 and 2."""
-        return (self.q @ self.k.mT * self.scale()).masked_fill(~self.seen(), -INF)
+        return (self.q @ self.k.mT * self.scale).masked_fill(~self.seen(), -INF)
 
     def m(self) -> Tensor:
         """The maximum of each row after its last tile, (B, H, T, 1); 0 for a row that sees no key."""
@@ -149,7 +147,7 @@ class Prediction:
         """Steps 9 to 12. The heads that share a key head add up in dk and dv."""
         Z = self.Z(self.seed_of_backward)
         dv = (Z * p).mT @ self.do
-        ds = p * (Z * (self.do @ self.v.mT) - self.delta(o)) * self.scale()
+        ds = p * (Z * (self.do @ self.v.mT) - self.delta(o)) * self.scale
         dk, dv = (x.unflatten(1, (self.H_kv, -1)).sum(2) for x in (ds.mT @ self.q, dv))
         return {"dq": ds @ self.k, "dk": dk, "dv": dv}
 

@@ -65,9 +65,7 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
     return found, o[0, 0, row], float(lse[0, 0, row])
 
 
-def trace(
-    head: Head, row: int, M: int, N: int, causal: bool, failure: str = "none", score_gain: float = 1.0
-) -> Iterator[str]:
+def trace(head: Head, row: int, M: int, N: int, causal: bool, failure="none", score_gain=1.0) -> Iterator[str]:
     """A line for each tile of the row: m, l, alpha, the first four numbers of o = acc / l so far, what changed."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")

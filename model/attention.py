@@ -59,7 +59,7 @@ class AttentionConfig:
     documents: bool = key(False, "a token sees only its own document (a sequence may hold several)")
     block_mask: list[str] | None = key(None, "which blocks to compute: rows of x (compute) and . (skip)")
     block_mask_size: int = key(64, "tokens along each side of a block of block_mask", least=1)
-    dropout_p: float = key(0.0, "share of the attention weights dropped in training")
+    dropout_p: float = key(0.0, "share of the attention weights dropped in training", least=0, below=1)
 
     def __post_init__(self):
         check(self, "attention.")
@@ -87,8 +87,7 @@ def attention(
     documents: integers (B, T_k), the document of each token. The queries are the last T tokens.
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
-    Only naive has second derivatives (a gradient penalty) and a forward mode: torch.func.jvp of tiled and triton is 0.
-    """
+    Only naive has second derivatives (a gradient penalty) and a forward mode: the jvp of tiled and triton is 0."""
     problem = problem_of(q, k, v, config, causal, seed, documents, break_it)
     match config.impl:
         case "naive":
@@ -107,8 +106,7 @@ def attention(
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """o (B, H, T, D) and lse (B, H, T), by the formulas. Autograd keeps several (B, H, T, T_k) tensors, which tiling
-    avoids."""
+    """o (B, H, T, D) and lse (B, H, T), by the formulas. Autograd keeps some T x T_k matrices, which tiling avoids."""
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
@@ -149,8 +147,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 
 # --- What is refused, and what runs where -----------------------------------------------------------------------------
-
-
 def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documents=None, break_it=UNBROKEN) -> Problem:
     """The arguments of attention(), checked, as one Problem. Raises ValueError."""
     fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -203,14 +199,11 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
     return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
 
 
-def resolve(
-    config: AttentionConfig, device: str, head_size: int, T: int | None = None, break_it: BreakIt = UNBROKEN
-) -> AttentionConfig:
+def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_it=UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
     Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton where a training
-    is faster with it, for sampling, for options that sdpa lacks, for dropout, and for failures.
-    """
+    is faster with it, for sampling, for options that sdpa lacks, for dropout, and for failures."""
     if config.impl != "auto":
         return config
     if not device.startswith("cuda"):

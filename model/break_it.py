@@ -22,32 +22,22 @@ class Failure(NamedTuple):
 RESCALING = "once the maximum of a row grows after its first tile of keys", "attention.block_n=32"
 ONE_PASS = "naive rescales nothing, because it has one pass"
 FAILURES = {
-    "no_max": Failure(
-        "the maximum", "once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
-        "break_it.score_gain=100",
-    ),
+    "no_max": Failure("the maximum", "once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
+        "break_it.score_gain=100"),
     "no_rescale": Failure("the rescaling", *RESCALING),
     "no_rescale_sum": Failure("the rescaling of the sum l", *RESCALING, ONE_PASS),
     "no_rescale_output": Failure("the rescaling of the output acc", *RESCALING, ONE_PASS),
-    "zero_init_max": Failure(
-        "the low start of the running maximum",
+    "zero_init_max": Failure("the low start of the running maximum",
         "once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
-        "break_it.score_gain=1000 attention.window=1", "naive has no running maximum",
-    ),
-    "local_mask": Failure(
-        "the tile's position in the mask", "where the rows or the keys need several tiles",
-        "attention.block_m=128 attention.block_n=32", "naive has no tiles",
-    ),
+        "break_it.score_gain=1000 attention.window=1", "naive has no running maximum"),
+    "local_mask": Failure("the tile's position in the mask", "where the rows or the keys need several tiles",
+        "attention.block_m=128 attention.block_n=32", "naive has no tiles"),
     "no_scale": Failure("1 / sqrt(D)", "always; the effect grows with the head size D", "break_it.score_gain=10"),
-    "unguarded_mask": Failure(
-        "the guard for rows that have seen no key",
+    "unguarded_mask": Failure("the guard for rows that have seen no key",
         "where a row sees no key of the first tile that is computed for it, for example under a window",
-        "attention.window=8",
-    ),
-    "stale_seed": Failure(
-        "the dropout seed that the backward shares with the forward", "in the backward, with dropout",
-        "attention.dropout_p=0.5", "naive keeps its dropout mask for the backward",
-    ),
+        "attention.window=8"),
+    "stale_seed": Failure("the dropout seed that the backward shares with the forward", "in the backward, with dropout",
+        "attention.dropout_p=0.5", "naive keeps its dropout mask for the backward"),
 }  # fmt: skip
 PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once
 # One of these is the mystery. All act with the keys of conf/break_it/mystery.yaml.

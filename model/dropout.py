@@ -1,7 +1,5 @@
 """The dropout mask of the attention weights: one pure function of a seed and a place.
 
-    keep_mask(seed, heads, rows, columns, dropout_p) -> bool (heads, rows, columns)    head n = b*H + h
-
 A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
 function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
 
@@ -16,7 +14,7 @@ matrix products. So one call decides for 16 weights, 8 bits each:
 
     word  of a weight = bits 3 and 4 of its row
     byte  of the word = bits 3 and 4 of its column
-    counter           = (row >> 5 << 3 | row & 7, the same of the column, n, 0): the other bits, pushed together
+    counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
 Row 13 = 0b01101, for example: bits 3 and 4 (from 0) are 01, so word 1; the counter has 0 << 3 | 0b101. The weights of
@@ -33,6 +31,7 @@ ROUNDS = 7
 M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # the multipliers minus 2**32: see philox()
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 LOW = 0xFFFFFFFF
+Word = Tensor | int  # 32 random or counter bits: int64 in [0, 2**32)
 
 
 def draw_seeds(n: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -43,8 +42,6 @@ def draw_seeds(n: int, device: torch.device) -> tuple[Tensor, ...]:
 
 def drop_threshold(dropout_p: float) -> int:
     """How many of the 256 values of a byte drop a weight: round(256 * dropout_p). ValueError if that cannot be."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"attention.dropout_p={dropout_p} is outside [0, 1); 0 switches dropout off")
     threshold = round(256 * dropout_p)
     if threshold == 256 or (threshold == 0 and dropout_p > 0):
         raise ValueError(f"attention.dropout_p={dropout_p}: the mask has steps of 1/256; use 0 or 0.002 to 0.998")
@@ -54,9 +51,6 @@ def drop_threshold(dropout_p: float) -> int:
 def keep_scale(dropout_p: float) -> float:
     """1 / (the share of weights kept): what the kept weights are multiplied by."""
     return 256 / (256 - drop_threshold(dropout_p))
-
-
-Word = Tensor | int  # 32 random or counter bits: int64 in [0, 2**32)
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int = ROUNDS) -> tuple[Word, ...]:

@@ -45,9 +45,7 @@ class Sampler:
 
 
 @torch.inference_mode()
-def generate(
-    model: GPT, idx: Tensor, count: int, sampler: Sampler, generator: torch.Generator | None = None, cache: bool = True
-) -> Iterator[Tensor]:
+def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=None, cache=True) -> Iterator[Tensor]:
     """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError for logits of NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context = model.config.context_length

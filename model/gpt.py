@@ -247,11 +247,10 @@ class GPT(nn.Module):
         return 6 * (self.parameter_count() - sum(w.numel() for w in tables)) + 12 * self.config.n_embd * keys
 
 
-KEPT = ("tilegpt::attention", "aten::_scaled_dot_product_")  # the ops whose results recompute=selective keeps
-
-
 def keep_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
+    """What recompute=selective keeps: the results of these ops."""
+    kept = op.name().startswith(("tilegpt::attention", "aten::_scaled_dot_product_"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def draws_from_torch(config: GPTConfig, attention_config: AttentionConfig) -> bool:

@@ -29,8 +29,7 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk, dv; of self-attention by triton one tensor with all three, as gradients() has them. dlse: None if the
-    loss does not use lse."""
+    """dq, dk, dv; of self-attention by triton one tensor with all three, as gradients() has them. dlse may be None."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)

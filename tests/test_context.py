@@ -20,8 +20,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.runs import last
 from training import context
-from training.checkpoint import load_checkpoint
-from training.trained import network
+from training.checkpoint import load_checkpoint, network
 
 V = 11
 

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from model.attention import AttentionConfig
 from model.dropout import draw_seeds, drop_threshold, keep_mask, keep_scale, philox
 from tests import reference
 from tests.implementations import CUDA
@@ -56,7 +57,7 @@ def test_what_is_kept_is_scaled_by_the_share_actually_kept():
 @pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 1.5, float("nan"), 0.001, 0.999])
 def test_a_probability_that_cannot_be_had_is_refused_by_name(dropout_p):
     with pytest.raises(ValueError, match=f"dropout_p={dropout_p}"):
-        drop_threshold(dropout_p)
+        AttentionConfig(dropout_p=dropout_p)
 
 
 @pytest.mark.slow

@@ -28,6 +28,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from model.attention import AttentionConfig, resolve
+from model.break_it import BreakIt
+from model.gpt import GPT, GPTConfig
 from training.machine import rng_state, set_rng_state
 from training.metrics import replace
 from training.parallel import ALONE, Ranks, shard_like
@@ -47,10 +50,10 @@ class Checkpoint:
     state: dict
     tokenizer: str
 
-    def options(self, group: str, schema: type) -> Any:
+    def options(self, group: str, schema: type, **changes: Any) -> Any:
         """A group of its configuration as a dataclass. ValueError for a key that this version does not have."""
         try:
-            return schema(**self.state["config"][group])
+            return schema(**self.state["config"][group] | changes)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is of another version of this program ({error})") from error
 
@@ -214,8 +217,15 @@ def take_weights(parent: Checkpoint, model: nn.Module) -> None:
         shapes = [tuple(of[name].shape) if name in of else "missing" for of in (theirs, ours)]
         if shapes[0] != shapes[1]:
             why = f"{name} is {shapes[0]} there and {shapes[1]} in the model"
-            raise ValueError(
-                f"{parent.path} does not fit: {why}; another checkpoint, or leave out what changes the model"
-            )
+            raise ValueError(f"{parent.path} does not fit: {why}; use another, or leave out what changes the model")
     for name, p in ours.items():
         p.copy_(shard_like(theirs[name].to(p.device), p))
+
+
+def network(trained: Checkpoint, impl: str, device: torch.device) -> GPT:
+    """The model with its weights, float32, in evaluation mode. impl: of attention; auto: what resolve() chooses."""
+    config, break_it = trained.options("model", GPTConfig), trained.options("break_it", BreakIt)
+    attention = trained.options("attention", AttentionConfig, impl=impl)
+    model = GPT(config, resolve(attention, device.type, config.head_size, break_it=break_it), break_it)
+    take_weights(trained, model)
+    return model.to(device).eval()

@@ -43,6 +43,14 @@ ROWS = 131072  # of a bigram table
 # What a resumed run may change of model and attention: neither the weights' shapes nor what is computed from them.
 MAY_CHANGE = {"model.dropout_p", "model.recompute", "attention.impl", "attention.block_m",
               "attention.block_n", "attention.dropout_p"}  # fmt: skip
+# What a user of nanoGPT types, and what it is here.
+NANOGPT = {
+    "block_size": "model.context_length", "max_iters": "steps", "learning_rate": "optimizer.lr", "start": "prompt",
+    "out_dir": "name run", "dropout": "model.dropout_p", "eval_interval": "eval_every", "eval_iters": "eval_tokens",
+    "warmup_iters": "optimizer.warmup_steps", "gradient_accumulation_steps": "tokens_per_step", "dataset": "data",
+    "config/train_shakespeare_char.py": "experiment=shakespeare_gpu", "config/train_gpt2.py": "experiment=gpt2_124m",
+    "config/finetune_shakespeare.py": "experiment=finetune_gpt2",
+}  # fmt: skip
 
 
 @dataclass
@@ -146,16 +154,6 @@ def help_text(schema: type, cfg: DictConfig) -> str:
         value = OmegaConf.select(cfg, name)
         lines.append(f"  {name}={'null' if value is None else value}".ljust(42) + f" {entry.metadata['meaning']}")
     return "\n".join(lines)
-
-
-# What a user of nanoGPT types, and what it is here.
-NANOGPT = {
-    "block_size": "model.context_length", "max_iters": "steps", "learning_rate": "optimizer.lr", "start": "prompt",
-    "out_dir": "name run", "dropout": "model.dropout_p", "eval_interval": "eval_every", "eval_iters": "eval_tokens",
-    "warmup_iters": "optimizer.warmup_steps", "gradient_accumulation_steps": "tokens_per_step", "dataset": "data",
-    "config/train_shakespeare_char.py": "experiment=shakespeare_gpu", "config/train_gpt2.py": "experiment=gpt2_124m",
-    "config/finetune_shakespeare.py": "experiment=finetune_gpt2",
-}  # fmt: skip
 
 
 def read_arguments(schema: type, script: str) -> None:

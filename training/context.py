@@ -58,9 +58,8 @@ def report(model: GPT, trained: Checkpoint) -> str:
         found = np.array([[retrieved(model, encoding, n, depth, low) for n in lengths] for depth in DEPTHS])
         lines.append(f"share of pass keys found, of {TEXTS} texts each, by depth (down) and length (across)")
         lines.append("     " + "".join(f"{n:>8}" for n in lengths))
-        lines += [
-            f"{depth:>3} %" + "".join(f"{x:>8.0%}" for x in row) for depth, row in zip(DEPTHS, found, strict=True)
-        ]
+        for depth, row in zip(DEPTHS, found, strict=True):
+            lines.append(f"{depth:>3} %" + "".join(f"{x:>8.0%}" for x in row))
         draw(found, lengths, trained)
     return "\n".join(lines)
 

@@ -143,8 +143,7 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
     wsd does not need to know the number of steps before its decay begins (arXiv 2405.18392): a checkpoint from the
-    stable part can be trained on to any number of steps. If the decay begins within the warm-up, the lower rate counts.
-    """
+    stable part can be trained on to any step. If the decay begins within the warm-up, the lower rate counts."""
     assert config.lr is not None, "set_up() in train.py fills it in"
     end = steps if config.min_lr_ratio else steps + 1  # the last step would learn nothing at a rate of 0
     if config.schedule == "wsd":

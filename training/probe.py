@@ -32,6 +32,8 @@ LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overfl
 STEPS = (1, 10, 100, 1000)  # after which a broken run checks whether the failure acts
 BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
 ROWS = 2048  # looked at in a longer sequence: a probe of 64k would take hours
+WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "zp": "p, computed again, is",
+        "ds": "ds is", "dv": "dv is", "dk": "dk is", "dq": "dq is"}  # fmt: skip
 EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
 
@@ -168,10 +170,6 @@ class Place(NamedTuple):
             keys = f"key tile {self.key_tile} (keys {self.columns[0]} to {self.columns[-1]})"
         rows = f"query tile {self.query_tile} (rows {self.rows[0]} to {self.rows[-1]})"
         return f"layer {self.layer}, head {self.head}, {rows}, {keys} of sequence {self.batch}: {self.what} not finite"
-
-
-WHAT = {"s": "scores are", "l": "l, the sum of weights, is", "acc": "acc is", "zp": "p, computed again, is",
-        "ds": "ds is", "dv": "dv is", "dk": "dk is", "dq": "dq is"}  # fmt: skip
 
 
 def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
