@@ -13,7 +13,7 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 
-OLDER := .venv/triton-3.6.0
+OTHERS := .venv/triton-3.6.0 .venv/triton-3.9.0
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -21,7 +21,7 @@ test: .venv/installed
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow"
 
-test-all: test browser $(OLDER)
+test-all: test browser $(OTHERS)
 	$(PYTEST) -m slow
 
 mutants: .venv/installed
@@ -34,8 +34,8 @@ browser:
 		$(APT) install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || \
 		echo "no Chromium here: the explorer's tests will be skipped; apt-get install chromium chromium-driver has it"
 
-# The Triton with which the figures in docs were measured. The kernels must compile with it too.
-$(OLDER): | .venv/installed
+# The Triton with which the figures in docs were measured, and the newest. The kernels must compile with them too.
+$(OTHERS): | .venv/installed
 	@rm -rf $@.new
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@.new triton==$(@:.venv/triton-%=%) \
 		&& mv $@.new $@ || echo "$(@F) could not be installed: the test that compiles with it will be skipped"

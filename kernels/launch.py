@@ -138,7 +138,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use. Without a GPU: as on the one that the kernels were measured on."""
     if device.type != "cuda":
         return 232_448
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    properties: Any = torch.cuda.get_device_properties(device)  # not all of them have types before torch 2.15
+    return properties.shared_memory_per_block_optin
 
 
 @cache

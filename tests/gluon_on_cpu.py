@@ -256,10 +256,8 @@ LANGUAGE: dict[str, Any] = {
     "static_assert": lambda holds, why: None,
     "program_id": lambda axis: Number(job().program),
     "num_programs": lambda axis: Number(job().programs),
-    "barrier": lambda: job().pause(),
     "warp_specialize": warp_specialize,
     "inline_asm_elementwise": assembly,
-    "shared_memory_descriptor": Place,
     "allocate_shared_memory": allocate,
     "store": Pointer.store,
     "load": Pointer.load,
@@ -280,18 +278,18 @@ LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in AS_IN_TORCH},
 }
 PARTS: dict[str, Any] = {
-    "jit": lambda f=None, **_: f or (lambda f: f), "builtin": lambda f: f,
+    "jit": lambda f=None, **_: f or (lambda f: f),
     "language": SimpleNamespace(**LANGUAGE), "fence_async_shared": lambda: None,
     "mbarrier": SimpleNamespace(init=Barrier.init, wait=Barrier.wait, arrive=Barrier.arrive, expect=Barrier.arrive,
                                 MBarrierLayout=lambda: "barriers"),
-    "tma": SimpleNamespace(async_copy_global_to_shared=Descriptor.copy_in,
-                           async_copy_shared_to_global=Descriptor.copy_out,
-                           store_wait=lambda left: job().wait_copies(left)),
+    "tma": SimpleNamespace(store_wait=lambda left: job().wait_copies(left)),
     "warpgroup_mma": Product, "warpgroup_mma_wait": wait_products,
+    # kernels/hopper/versions.py:
+    "all_threads": lambda: job().pause(), "reinterpret": None, "async_load": Descriptor.copy_in,
+    "async_store": Descriptor.copy_out, "async_atomic_add": partial(Descriptor.copy_out, add=True),
 }  # fmt: skip
 # What the kernels have in assembly, or by reading shared memory in another layout.
 OF_BACKWARD: dict[str, Any] = {
-    "add_out": partial(Descriptor.copy_out, add=True),
     "wait_written": lambda: job().wait_written(),
     "acquired": Pointer.acquired,
     "both_consumers": lambda: job().meet(),
@@ -305,8 +303,9 @@ OF_BACKWARD: dict[str, Any] = {
 def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
     """kernels/hopper/ `name`.py with the Gluon of this file. instead: what stands there in place of `line`, a fault."""
     fakes: dict[str, Any] = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(**PARTS))}
-    for part in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
+    for part in ("", ".language", ".language.nvidia", ".language.nvidia.hopper"):
         fakes[f"triton.experimental.gluon{part}"] = SimpleNamespace(**PARTS)
+    fakes["kernels.hopper.versions"] = SimpleNamespace(**PARTS)
     if name == "backward":  # it takes functions of the forward
         fakes["kernels.hopper.forward"] = on_cpu("forward")
     module = sys.modules[f"{name}_on_cpu"] = ModuleType(f"{name}_on_cpu")  # where dataclasses look it up

@@ -105,7 +105,8 @@ def two(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[torc
 def test_muon_is_torchs(shape, together, monkeypatch):
     """In float64, where torch's has bfloat16."""
     monkeypatch.setattr("training.optimizer.TOGETHER", together)
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # until torch 2.14
+    monkeypatch.setattr(torch, "bfloat16", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     p, q = two(shape, torch.float64), two(shape, torch.float64)
     torchs = torch.optim.Muon(p, lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")

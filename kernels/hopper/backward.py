@@ -36,7 +36,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -46,7 +45,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.forward import (
-    all_threads,
     as_matrix,
     as_operand,
     barriers,
@@ -57,17 +55,8 @@ from kernels.hopper.forward import (
     shared_layout,
     wait_turn,
 )
+from kernels.hopper.versions import all_threads, async_atomic_add, async_load, async_store, reinterpret
 from kernels.problem import Problem
-
-
-@builtin
-def add_out(x, at, tile, _semantic=None):
-    """Starts to add a tile in shared memory to x. Triton has a public function for it from 3.8 on."""
-    from triton._C.libtriton import ir
-
-    at = _semantic._convert_to_ir_values(at, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, x.handle, at, tile.handle)
-
 
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
@@ -272,20 +261,20 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
         for c in gl.static_range(2):
             row = (2 * tile + c) * how.KEYS
-            tma.async_copy_global_to_shared(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
-            tma.async_copy_global_to_shared(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
+            async_load(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
+            async_load(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
         for h in range(h_kv * task.G, (h_kv + 1) * task.G):
             for t in range(first, stop):
                 place, phase = count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
                 mbarrier.wait(shared.q_free.index(place), phase ^ 1)
                 mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
-                tma.async_copy_global_to_shared(terms, [b, h, t, 0], full, shared.terms.index(place))
-                tma.async_copy_global_to_shared(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
+                async_load(terms, [b, h, t, 0], full, shared.terms.index(place))
+                async_load(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
                 full = shared.do_full.index(place)
                 mbarrier.wait(shared.do_free.index(place), phase ^ 1)
                 mbarrier.expect(full, do.block_type.nbytes)
-                tma.async_copy_global_to_shared(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
+                async_load(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
         # Not earlier: other programs may already wait for the sums of the tile that is taken here.
         item = gl.atomic_add(counters, 1)
@@ -331,9 +320,9 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
-                    tma.async_copy_shared_to_global(sums, [0, half, 0, 0], shared.dq.index(place))
+                    async_store(sums, [0, half, 0, 0], shared.dq.index(place))
                 else:
-                    add_out(sums, [0, half, 0, 0], shared.dq.index(place))
+                    async_atomic_add(sums, [0, half, 0, 0], shared.dq.index(place))
                 tma.store_wait(0)  # until it is read
                 mbarrier.arrive(shared.dq_free.index(place), count=1)
                 wait_written()
@@ -388,8 +377,8 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * task.dv_scale).to(dv.dtype))
     fence_async_shared()
     b, h_kv = head_at(n, task)
-    tma.async_copy_shared_to_global(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
-    tma.async_copy_shared_to_global(dv, [b, h_kv, column0, 0], shared.v.index(C))
+    async_store(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
+    async_store(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
     mbarrier.arrive(shared.kv_free.index(0), count=1)
     return count
@@ -566,18 +555,18 @@ def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
     return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
 
 
-@builtin
-def as_table(x, SQUARES, _semantic=None):
-    """Shared memory as int32 (SQUARES, 2, 8, 8)."""
-    shape = [SQUARES.value if hasattr(SQUARES, "value") else SQUARES, 2, 8, 8]
-    return x._reinterpret(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]), _semantic=_semantic)
+@gluon.jit
+def as_table(x, SQUARES: gl.constexpr):
+    """The first eighth of shared memory of (KEYS, BLOCK_M), as int32 (SQUARES, 2, 8, 8)."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    return reinterpret(x, gl.int32, [8, SQUARES, 2, 8, 8], layout).index(0)
 
 
-@builtin
-def halves(x, _semantic=None):
+@gluon.jit
+def halves(x):
     """Shared memory of a tile whose rows have 128 columns of 16 bits, as (2, 64, 64)."""
-    layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
-    return x._reinterpret(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
+    return reinterpret(x, x.dtype, [2, 64, 64], layout)
 
 
 @gluon.jit

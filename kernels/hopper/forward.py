@@ -34,10 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash import philox as philox_of_flash
+from kernels.hopper.versions import all_threads, async_load, async_store
 from kernels.problem import LOWEST, Problem, steps_of
 from kernels.visits import visit_ranges
-
-all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
@@ -264,7 +263,7 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
 def copy(x, b, h, row, full, tile):
     """Starts to copy a tile of x. `full` completes its phase when the bytes are there. Rows outside x become 0."""
     mbarrier.expect(full, x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [b, h, row, 0], full, tile)
+    async_load(x, [b, h, row, 0], full, tile)
 
 
 @gluon.jit
@@ -348,7 +347,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     tma.store_wait(0)  # until the previous o has left its place
     as_matrix(shared.o.index(C), how.ROWS, how).store((acc * gl.expand_dims(factor, 1)).to(o.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
+    async_store(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
     return count
 
 
