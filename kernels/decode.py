@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import LOG2E, tanh
-from kernels.launch import INTERPRETED, refuse, shared_memory
+from kernels.launch import INTERPRETED, check_supported, shared_memory
 from kernels.problem import LOWEST
 
 START = tl.constexpr(LOWEST)
@@ -35,7 +35,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     float32, float16 or bfloat16; keys and values contiguous. at: int64 (1,), the position of the new token, below S.
     scale, softcap, slopes, window: as in kernels/problem.py."""
     (B, H, _, D), (H_kv, S) = q.shape, keys.shape[1:3]
-    refuse(q.dtype, D, q.device)
+    check_supported(q.dtype, D, q.device)
     N, G, BLOCK_D = B * H_kv, H // H_kv, max(16, triton.next_power_of_2(D))
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16

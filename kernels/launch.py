@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, as_heads, gradients, in_parts, runs_kernels, steps_of
+from kernels.problem import LOWEST, Problem, empty_gradients, empty_heads, in_parts, runs_kernels, strides_of
 from kernels.visits import visit_lists
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
@@ -31,8 +31,8 @@ Strided = namedtuple("Strided", "pointer stride_b stride_h stride_t rows width")
 def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """o (B, H, T, D), lse, and lse in base 2 for the backward, float32. A row that sees no key: o = 0, lse = -inf."""
     B, H, T, D = q.shape
-    refuse(q.dtype, D, q.device)
-    o, lse, lse2 = as_heads(q), *(q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
+    check_supported(q.dtype, D, q.device)
+    o, lse, lse2 = empty_heads(q), *(q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
     q, k, v = aligned(q), aligned(k), aligned(v)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if hopper(q, problem):
@@ -48,9 +48,9 @@ def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
-    """dq, dk and dv, as gradients() has them. dlse: None if the loss does not use lse."""
+    """dq, dk and dv, as empty_gradients() has them. dlse: None if the loss does not use lse."""
     (B, H, T, _), (H_kv, T_k) = q.shape, k.shape[1:3]
-    found = gradients(q, k)
+    found = empty_gradients(q, k)
     dq, dk, dv = in_parts(found, q, k)
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
@@ -83,7 +83,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
 
 
 @cache
-def refuse(dtype: torch.dtype, D: int, device: torch.device) -> None:
+def check_supported(dtype: torch.dtype, D: int, device: torch.device) -> None:
     """Raises ValueError where these kernels cannot run."""
     if not (runs_kernels(device) or INTERPRETED):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -207,7 +207,7 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str) -> T
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
     """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
-    b, h, t = steps_of(x)
+    b, h, t = strides_of(x)
     if not has_descriptors(x.device):
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
     block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))]
@@ -216,5 +216,5 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
 
 def aligned(x: Tensor) -> Tensor:
     """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy."""
-    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps_of(x))
-    return x if reads and x.data_ptr() % 16 == 0 else as_heads(x).copy_(x)
+    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in strides_of(x))
+    return x if reads and x.data_ptr() % 16 == 0 else empty_heads(x).copy_(x)

@@ -50,7 +50,7 @@ def runs_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
+def empty_heads(x: Tensor, heads: int | None = None) -> Tensor:
     """An empty (B, H, T, D), like x or with other heads, that lies in memory as (B, T, H, D), so that the projection
     after it needs no copy. Rows are padded to a multiple of 16 bytes, as descriptors require."""
     B, H, T, D = x.shape[0], heads or x.shape[1], *x.shape[2:]
@@ -59,21 +59,21 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
     return x.new_empty_strided((B, H, T, D), (T * H * width, width, H * width, 1))
 
 
-def gradients(q: Tensor, k: Tensor) -> list[Tensor]:
+def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
     """Empty dq, dk and dv. In self-attention one tensor (B, T, H + 2 H_kv, D) holds them, as the projection's output
     held q, k and v: then a compiled model need not copy them together."""
     if q.shape[2] == k.shape[2]:
-        return [as_heads(q, q.shape[1] + 2 * k.shape[1]).transpose(1, 2)]
-    return [as_heads(x) for x in (q, k, k)]
+        return [empty_heads(q, q.shape[1] + 2 * k.shape[1]).transpose(1, 2)]
+    return [empty_heads(x) for x in (q, k, k)]
 
 
 def in_parts(found: list[Tensor], q: Tensor, k: Tensor) -> list[Tensor]:
-    """dq, dk and dv, each (B, H or H_kv, T, D), of gradients()."""
+    """dq, dk and dv, each (B, H or H_kv, T, D), of empty_gradients()."""
     if len(found) == 3:
         return found
     return [x.transpose(1, 2) for x in found[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]
 
 
-def steps_of(x: Tensor) -> list[int]:
+def strides_of(x: Tensor) -> list[int]:
     """The strides of B, H and T. An axis of size 1 may have any stride in torch; a descriptor gets 16."""
     return [step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]

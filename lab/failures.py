@@ -30,8 +30,8 @@ class Entry(NamedTuple):
 SEVERAL, SHORT = {"several tiles": usual()}, {"one tile": usual(T=16)}
 UNSEEING = {"rows without a key": usual(T_k=248), "a window": usual(window=8)}
 OVERFLOWS = {
-    "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
     "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
+    "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
     "one score of 88, values of 64: acc overflows": scored(8.0, 44.0, LAST, slice(40, 41), v=64.0),
 }
 FAILURES = {

@@ -84,6 +84,8 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
         places, colour = [tile + 0.2 * (n - 1.5) for tile in range(len(some))], f"C{'0152'[n]}"
         colours = [colour if math.isfinite(x) else "red" for x in some]
         axes.bar(places, [x if math.isfinite(x) else top for x in some], 0.2, color=colours)
+        for place in (place for place, x in zip(places, some, strict=True) if not math.isfinite(x)):
+            axes.text(place, top / 2, f"{name}: NaN", rotation=90, ha="center", va="center", color="white")
         axes.bar(0, 0, color=colour, label=f"{name}, found")
         if name in predicted:
             axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
@@ -92,7 +94,9 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
         mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
         end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
         training.plot(range(1, 1 + len(mean)), mean, look, label=name + end)
-    training.set_title("short training", fontsize=13)
+        if end:
+            training.axvline(len(mean), color="red", ls=":")
+    training.set_title(f"short training: {SMALL.n_layer} layers, {SMALL.n_embd} channels, bytes", fontsize=13)
     axes.set(xlabel=f"tile of {TILE} rows (red: not finite)", ylabel="|x - right| / |right|")
     training.set(xlabel="step", ylabel="loss (nats), mean of 10 steps")
     for each in (axes, training):

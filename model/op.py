@@ -8,7 +8,7 @@ It saves q, k, v, o and lse2 for the backward. An op takes no Problem, so it tak
 import torch
 from torch import Tensor
 
-from kernels.problem import FIELDS, Problem, as_heads, gradients, in_parts
+from kernels.problem import FIELDS, Problem, empty_gradients, empty_heads, in_parts
 from model import tiled
 
 
@@ -29,7 +29,7 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk, dv; of self-attention by triton one tensor with all three, as gradients() has them. dlse may be None."""
+    """dq, dk and dv, or one tensor of all three, as empty_gradients() has it. dlse: None if the loss has no lse."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)
@@ -51,12 +51,12 @@ flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt
 @torch.library.register_fake("tilegpt::attention")
 def fake_forward(q, k, v, *rest):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return as_heads(q), lse, torch.empty_like(lse)
+    return empty_heads(q), lse, torch.empty_like(lse)
 
 
 @torch.library.register_fake("tilegpt::attention_backward")
 def fake_backward(q, k, v, o, lse2, do, dlse, impl, *rest):
-    return gradients(q, k) if impl == "triton" else [x.new_empty(x.shape) for x in (q, k, v)]
+    return empty_gradients(q, k) if impl == "triton" else [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 def keep_for_backward(ctx, inputs, output):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.problem import LOWEST, Problem, as_heads
+from kernels.problem import LOWEST, Problem, empty_heads
 from kernels.visits import tile_table
 from model.dropout import keep_mask, keep_scale
 from model.mask import positions, visible
@@ -53,7 +53,7 @@ def tile(x: Tensor, part: range) -> Tensor:
 def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch = None) -> tuple[Tensor, ...]:
     """Steps 1 to 6: o like q; lse (B, H, T) in the dtype of sums; lse in base 2 for the backward."""
     (B, H, T, D), dtype, broken = q.shape, q.dtype, problem.broken
-    o = as_heads(q)
+    o = empty_heads(q)
     q, k, v = by_key_head(k.shape[1], q, k, v)
     lse, lse2 = q.new_empty(B, H, T), q.new_empty(B, H, T)
     # LOWEST, not the papers' -inf: in a hidden first tile exp(-inf - -inf) is NaN.

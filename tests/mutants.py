@@ -36,7 +36,8 @@ TABLE = {
         ("lse has no gradient", "lse2, do, dlse, *rest), q, k)", "lse2, do, None, *rest), q, k)", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
-        ("tiled holds T x T floats", "o = as_heads(q)\n", "o, t = as_heads(q), q.new_empty(B, H, T, T)\n", "attention"),
+        ("tiled holds T x T floats", "o = empty_heads(q)\n", "o, t = empty_heads(q), q.new_empty(B, H, T, T)\n",
+         "attention"),
         ("dk lacks the scale", "dk *= problem.scale", "dk *= 1.0", "attention"),
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [

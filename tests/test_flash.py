@@ -127,7 +127,7 @@ def test_an_interleaved_view_is_read_where_it_lies():
     for x in (q, k, v, torch.empty(2, 2, 198, 32, dtype=torch.float16)[:, :, 64:-64, :24]):
         assert launch.aligned(x) is x
     one = torch.empty(40).as_strided((1, 2, 1, 8), (3, 8, 5, 1))  # an axis of size 1 may have any stride
-    assert launch.steps_of(one) == [16, 8, 16]
+    assert launch.strides_of(one) == [16, 8, 16]
 
 
 @INTERPRETED
@@ -176,7 +176,7 @@ def test_a_picture_and_slopes_first_used_in_inference_mode_can_be_trained_with(i
 @INTERPRETED
 def test_without_the_interpreter_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    launch.refuse.cache_clear()
+    launch.check_supported.cache_clear()
     with pytest.raises(ValueError, match="cpu"):
         attention(*torch.zeros(3, 1, 1, 8, 16), TRITON)
 

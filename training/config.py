@@ -288,9 +288,9 @@ def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device
     if attention.impl == "triton":
         if not find_spec("triton"):
             raise ValueError("attention=triton: Triton, which is made for Linux, is not installed; use attention=tiled")
-        from kernels.launch import refuse
+        from kernels.launch import check_supported
 
-        refuse(DTYPES[dtype], D, device)
+        check_supported(DTYPES[dtype], D, device)
     q, k = (torch.zeros(1).expand(1, heads, T, D) for heads in (cfg.model.n_head, cfg.model.kv_heads))
     documents = torch.zeros(1, dtype=torch.int32).expand(1, T) if attention.documents else None
     for i in range(cfg.model.n_layer):

@@ -97,8 +97,6 @@ Shared = namedtuple("Shared", "k v q do terms ds dq kv_full q_full do_full ds_fu
 
 
 # --- The launch -------------------------------------------------------------------------------------------------------
-
-
 def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) -> None:
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]

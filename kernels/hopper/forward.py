@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash import philox as philox_of_flash
 from kernels.hopper.versions import all_threads, async_load, async_store
-from kernels.problem import LOWEST, Problem, steps_of
+from kernels.problem import LOWEST, Problem, strides_of
 from kernels.visits import visit_ranges
 
 START = gl.constexpr(LOWEST)
@@ -137,7 +137,7 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
     """x (B, H, T, D) in tiles (1, 1, rows, D). layout: of a tile in shared memory."""
-    return TensorDescriptor(x, list(x.shape), [*steps_of(x), 1], [1, 1, rows, x.shape[3]], layout)
+    return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, x.shape[3]], layout)
 
 
 # --- The kernel -------------------------------------------------------------------------------------------------------
@@ -386,8 +386,6 @@ def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
 
 
 # --- The steps of a tile ----------------------------------------------------------------------------------------------
-
-
 @gluon.jit
 def scores(q_i, shared, count, layout: gl.constexpr, how: gl.constexpr):
     """Step 1: starts q k^T, (ROWS, BLOCK_N)."""
