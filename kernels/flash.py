@@ -83,13 +83,13 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
     task = Task(*task)
-    n, b, h, row0, where = tile_of_queries(task, how)
+    n, b, h, row0, tiles = tile_of_queries(task, how)
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
     m, l = tl.full([how.BLOCK_M], how.START, tl.float32), tl.zeros([how.BLOCK_M], tl.float32)
-    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, False, how)
-    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, True, how)
+    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, False, how)
+    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, True, how)
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     divisor = l if how.UNGUARDED_MASK else tl.where(l == 0, 1.0, l)
@@ -102,13 +102,13 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, CUT: tl.constexpr, how: tl.constexpr):
+def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, CUT: tl.constexpr, how: tl.constexpr):
     """Steps 1 to 5 for the whole tiles of keys or, with CUT, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop, next_tile = loop_over(where, task, CUT)
+    start, stop, next_tile = loop_over(tiles, task, CUT)
     for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
-        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
+        tile, next_tile = tile_at(t, stop, next_tile, tiles, task, CUT)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
@@ -139,7 +139,7 @@ def online_softmax(s, factor, m, l, how: tl.constexpr):
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
     """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale."""
     task = Task(*task)  # as in forward_kernel
-    n, b, h, row0, where = tile_of_queries(task, how)
+    n, b, h, row0, tiles = tile_of_queries(task, how)
 
     do_i = load(do, b, h, row0, how.BLOCK_M, how)
     o_i = load(o, b, h, row0, how.BLOCK_M, how)
@@ -159,21 +159,21 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     dq_i = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
-    dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, False, how)
-    dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, True, how)
+    dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, tiles, task, False, how)
+    dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, tiles, task, True, how)
     dq_i *= task.scale * task.keep_scale
     store(dq, b, h, row0, dq_i, how.BLOCK_M, how)
 
 
 @triton.jit
-def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task,
+def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, tiles, task,
              CUT: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 8 and 10 to 12 for the whole tiles of keys or, with CUT, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    start, stop, next_tile = loop_over(where, task, CUT)
+    start, stop, next_tile = loop_over(tiles, task, CUT)
     for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
-        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
+        tile, next_tile = tile_at(t, stop, next_tile, tiles, task, CUT)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
@@ -197,7 +197,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     H_kv = task.H // task.G
     b, h_kv = n // H_kv, n % H_kv
     column0 = tile * how.BLOCK_N
-    where = query_tiles(task, b, tile, how)
+    tiles = query_tiles(task, b, tile, how)
 
     k_j = load(k, b, h_kv, column0, how.BLOCK_N, how)
     v_j = load(v, b, h_kv, column0, how.BLOCK_N, how)
@@ -205,8 +205,8 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     dv_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     # Sum over the query heads that share this key head. The cut tiles come first: if causal, they are the first rows.
     for h in range(h_kv * task.G, (h_kv + 1) * task.G):
-        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
-        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
+        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, padded, True, how)
+        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, padded, False, how)
     dk_j *= task.scale * task.keep_scale
     dv_j *= task.keep_scale
     store(dk, b, h_kv, column0, dk_j, how.BLOCK_N, how)
@@ -214,16 +214,16 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
 
 
 @triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded,
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, padded,
                CUT: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 8 to 12 for the whole tiles of queries or, with CUT, for the tiles that the mask cuts."""
     n = b * task.H + h
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
     j = column0 + column
     row_terms += n.to(tl.int64) * padded * 2
-    start, stop, next_tile = loop_over(where, task, CUT)
+    start, stop, next_tile = loop_over(tiles, task, CUT)
     for t in tl.range(start, stop, num_stages=stages(CUT, how.BLOCK_D)):
-        tile, next_tile = tile_at(t, stop, next_tile, where, task, CUT)
+        tile, next_tile = tile_at(t, stop, next_tile, tiles, task, CUT)
         row0 = tile * how.BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, how.BLOCK_M, how)
@@ -427,12 +427,14 @@ def in_order(start, whole_start, whole_stop, stop):
 
 
 @triton.jit
-def loop_over(where, task, CUT: tl.constexpr):
+def loop_over(tiles, task, CUT: tl.constexpr):
     """The loop's range: the whole tiles or, with CUT, those around them. And the first `next_tile` of tile_at()."""
-    start, stop = where[1], where[2]
+    start, whole_start, whole_stop, stop, line = tiles
     if CUT:
-        start, stop = where[0], where[3] - (where[2] - where[1])
-    return start, stop, read_list(start, stop, where, task)
+        stop = stop - (whole_stop - whole_start)
+    else:
+        start, stop = whole_start, whole_stop
+    return start, stop, read_list(start, stop, line, task)
 
 
 @triton.constexpr_function
@@ -444,21 +446,22 @@ def stages(CUT, BLOCK_D):
 
 
 @triton.jit
-def read_list(t, stop, where, task):
+def read_list(t, stop, line, task):
     """The t-th tile of the list, or 0 from stop on; without a list, t."""
     if task.visits is not None:
-        t = tl.load(task.visits + where[4] + t, mask=t < stop, other=0)
+        t = tl.load(task.visits + line + t, mask=t < stop, other=0)
     return t
 
 
 @triton.jit
-def tile_at(t, stop, next_tile, where, task, CUT: tl.constexpr):
+def tile_at(t, stop, next_tile, tiles, task, CUT: tl.constexpr):
     """The number of the t-th tile, and the new `next_tile`. Without a list the number is t; with CUT it skips the whole
     tiles. With a list it was read into `next_tile` one turn earlier, because the tile's loads wait for it."""
+    _, whole_start, whole_stop, _, line = tiles
     if task.visits is not None:
-        return next_tile, read_list(t + 1, stop, where, task)
+        return next_tile, read_list(t + 1, stop, line, task)
     if CUT:
-        t += tl.where(t >= where[1], where[2] - where[1], 0)
+        t += tl.where(t >= whole_start, whole_stop - whole_start, 0)
     return t, next_tile
 
 

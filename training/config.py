@@ -219,8 +219,11 @@ def to_type(script: str, *arguments: str) -> str:
 
 
 def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:
-    """What was typed, over the configuration of a resumed checkpoint, or over the model, attention and break_it of a
-    parent (init_from=). ValueError for a value that is not allowed or contradicts a resumed run."""
+    """The configuration of a run. The first of these that has a key counts:
+
+        typed keys; files of typed groups; resumed: its checkpoint | parent: its model, attention and break_it; defaults
+
+    ValueError for a value that is not allowed or contradicts a resumed run."""
     typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
     source, chosen, usual_steps = resumed or parent, HydraConfig.get().runtime.choices, cfg.steps
     if resumed and "experiment" in typed:
