@@ -135,7 +135,7 @@ class Metrics:
         n = max(1, len(loss) // 30)
         axes.plot(steps, loss, "C0.", ms=2, alpha=0.4)
         mean = np.convolve(loss, np.full(n, 1 / n), "valid") if len(loss) else loss
-        axes.plot(steps[n - 1 :], mean, "C0", label=f"training, mean of {n} steps")
+        axes.plot(steps[n // 2 :][: len(mean)], mean, "C0", label=f"training, mean of {n} steps")
         axes.plot(val_steps, val_loss, "C1o-", label="validation")
         for step in steps[~np.isfinite(loss)][:1]:
             axes.axvline(step, color="red", label=f"NaN at step {step:.0f}")
