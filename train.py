@@ -39,7 +39,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from data.dataset import Dataset, open_data
-from data.loader import Batch, Loader, validation_batches
+from data.loader import Batch, Loader, stacked, validation_batches
 from data.made import SHORTEST
 from data.tokenizer import TextStream, beginning, from_json, to_json
 from model.attention import resolve
@@ -195,9 +195,8 @@ def set_up(typed: DictConfig) -> Run:
     folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
     metrics = Metrics(folder, 0 if cfg.max_minutes else cfg.steps, cfg.break_it.label, step, ranks.is_main)
-    clock = Clock(ranks, state.get("seconds", 0.0))
-    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, clock, step,
-              state.get("unfinished", False))  # fmt: skip
+    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step,
+              Clock(ranks, state.get("seconds", 0.0)), step, state.get("unfinished", False))  # fmt: skip
     introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
@@ -236,6 +235,7 @@ def train(run: Run) -> int:
     the GPU never waits for it."""
     cfg, train_step, clock, say = run.cfg, run.train_step, run.clock, run.metrics.say
     pending: list[Pending] = []
+    micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
@@ -246,7 +246,7 @@ def train(run: Run) -> int:
         finish_step(run)
     logged, first = time.perf_counter(), run.step + 1
     while not (clock.signal or run.is_over()):
-        batch = next_batch(run)
+        batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
@@ -274,13 +274,6 @@ def train(run: Run) -> int:
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
     say(f"next: {again} {more}")
     return 0
-
-
-def next_batch(run: Run) -> Batch:
-    """The batch of the next step, (micro-batches, B, T). No thread draws ahead: it takes a millisecond."""
-    micro_batches = run.tokens_per_step // (run.cfg.batch_size * run.cfg.model.context_length * run.ranks.data_size)
-    x, y, documents = zip(*(run.loader.next() for _ in range(micro_batches)), strict=True)
-    return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
 def log(run: Run, update: Pending, stats: StepStats, seconds: float) -> None:
