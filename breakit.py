@@ -60,6 +60,8 @@ def lab(cfg: Lab) -> None:
         replay(Path(cfg.replay))
     elif cfg.reveal:
         break_it = find_checkpoint(cfg.reveal, Path(cfg.runs)).options("break_it", BreakIt)
+        if not break_it.removed:
+            raise ValueError(f"reveal={cfg.reveal}: nothing is taken out of this run")
         for name in break_it.removed:
             print(f"{name}: without {FAILURES[name].removed}. It acts {FAILURES[name].acts}; docs/break-it.md#{name}")
     elif cfg.look:

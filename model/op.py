@@ -13,8 +13,8 @@ from model import tiled
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already. Inside the op, not around it:
-    torch.compile's cache takes no graph with autocast in it."""
+    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already. For tiled this is in the op,
+    not around it: torch.compile's cache takes no graph with autocast in it."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -140,6 +140,18 @@ def test_who_finds_no_memory_ends_its_series_and_the_others_go_on(monkeypatch, t
     assert lengths["naive"] == [(16, True), (32, True), (64, True), (128, True)]
 
 
+def test_all_take_turns_and_the_first_third_of_the_rounds_does_not_count(monkeypatch):
+    """Four rounds, each of a forward and a backward of the two entrants. With the first round the median is another."""
+    case, order = Case(1, 1, 8, 4, True, 0.0), []
+    ms = iter([of_round * of_call for of_round in (10.0, 1.0, 3.0, 5.0) for of_call in (1, 2, 3, 4)])
+    monkeypatch.setattr(race, "ms_of", lambda action, device: (action(), next(ms))[1])
+    entrants = {name: (lambda q, k, v, name=name: order.append(name) or q * k * v, 2**20) for name in ("a", "b")}
+    found = race.take_turns(case, entrants, CPU, torch.float32)
+    assert order == ["a", "a", "b", "b"] * 4
+    assert [[row["ms"] for row in found[name]] for name in "ab"] == [[3, 6, 9], [9, 12, 21]]
+    assert found["b"][-1]["peak_mib"] == 1
+
+
 def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
     def broken(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -11,7 +11,7 @@ import breakit
 import train
 from lab import look
 from model.attention import AttentionConfig
-from model.break_it import UNBROKEN, BreakIt
+from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.browser import MISSING, browser
 from tests.reference import error, largest
@@ -79,6 +79,15 @@ def runs(call, small, tmp_path_factory):
     loud = ["break_it=no_max", "break_it.score_gain=1e6", "probe.every=1"]
     call(train, *small, *loud, "steps=3", f"runs={folder}", "name=loud")
     return folder
+
+
+def test_what_a_mystery_has_taken_out_only_reveal_tells(call, small, runs, tmp_path):
+    typed = "break_it=mystery", "break_it.seed=7", "steps=1", f"runs={tmp_path}", "name=m"
+    said = call(train, *small, *typed)
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.suffix in (".yaml", ".txt", ".json", ".jsonl")]
+    assert not [name for name in FAILURES for text in (*files, said.out, said.err) if name in text]
+    assert call(breakit, "reveal=m-BROKEN-mystery", f"runs={tmp_path}").out.startswith("no_rescale_output: without")
+    assert "nothing is taken out" in call(breakit, "reveal=whole", f"runs={runs}").err
 
 
 def data_of(path) -> dict:

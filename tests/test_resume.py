@@ -15,6 +15,7 @@ import train
 from tests.processes import HANGS
 from tests.runs import assert_same_run, last, read_metrics, records
 from training.checkpoint import FOLDER, all_checkpoints, load_checkpoint
+from training.step import TrainStep
 
 DROPOUT = "model.dropout_p=0.1 attention.dropout_p=0.1"
 RECIPES = [f"{DROPOUT} sample_every=5", "dtype=fp16",
@@ -107,6 +108,16 @@ def test_an_evaluation_that_a_signal_ended_is_made_by_the_resumed_run(small_run,
     small_run("resume=auto steps=6 eval_every=4 probe.every=4")
     assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 4, 6]
     assert [record["step"] for record in records(tmp_path / "x", "max_score")] == [4, 6]
+
+
+def test_a_signal_during_an_evaluation_saves_the_step_and_the_evaluation_comes_later(small_run, tmp_path, monkeypatch):
+    once, loss_of = iter([signal.SIGINT]), TrainStep.loss_of
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "loss_of", lambda *args: (*map(signal.raise_signal, once), loss_of(*args))[-1])
+        small_run("steps=8 eval_every=4 checkpoint_every=100", code=130)
+    assert load_checkpoint(last(tmp_path / "x")).step == 4
+    small_run("resume=auto steps=8 eval_every=4")
+    assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 8]
 
 
 def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_deleted(small_run, tmp_path):

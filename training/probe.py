@@ -309,4 +309,4 @@ def in_words(found: list[Effect], break_it: BreakIt, step: int) -> str:
     if any(e.more_than_rounding for e in found):
         return f"{who} acts: {errors}"
     wakes = (f"it acts {x.acts}: python train.py break_it={name} {x.wakes}" for name, x in failures.items())
-    return f"{who} sleeps: {errors}; {'; '.join(wakes)}"
+    return "; ".join([f"{who} sleeps: {errors}", *wakes])
