@@ -123,10 +123,10 @@ def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_
 def test_the_backward_for_hopper_keeps_its_tiles_in_registers_and_nothing_waits_for_its_products(kernels):
     """Some integers are spilled: a tile of 64 x 128 numbers would be 32 KiB."""
     found = kernels(90, HOPPER_BACKWARD)
-    assert len(found) == 2 * len(HOPPER_BACKWARD)  # without dropout and with it
-    for i, kernel in enumerate(found):
+    assert len(found) == 3 + 4
+    for kernel in found:
         assert not kernel["warnings"]
-        assert kernel["spills"] <= (768 if i % 2 else 512)
+        assert kernel["spills"] <= (768 if kernel["case"][2] == 64 else 256)
         # For each of two consumers, in the loop over tiles that the mask cuts and in that over whole ones: s, dp, dv,
         # dk and dq, of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions. Head size 64: and dq of the last tile.
         D = kernel["case"][2]

@@ -18,7 +18,7 @@ Its jobs:
                 the tile's dq, over the keys of both consumers
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
 
-- The tiles of keys add to a tile of dq in a fixed order, the last tile of keys first: then two runs give the same bits.
+- The tiles of keys add to a tile of dq in a fixed order, that of item_at(): then two runs give the same bits.
   `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
 - ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq.
 
@@ -63,6 +63,8 @@ KEYS = 64  # of one consumer
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
 LATE = {64: True, 128: False}
+SECTION = gl.constexpr(4)  # key heads that are computed at the same time, if they have several query heads. Measured.
+DQ_FIRST = 2**15  # keys from which on dq comes before dk at D 128. Measured: 4 % faster at 65,536, 1 % slower at 16,384
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -73,7 +75,9 @@ class How:
     KEYS: gl.constexpr  # of one consumer
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
+    G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
+    DQ_FIRST: gl.constexpr  # whether dq is handed over while dk is computed. LATE does, too
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
@@ -82,7 +86,7 @@ class How:
 # What to compute, in the words of kernels/flash.py. seed: without dropout, any tensor.
 #     begin, N    the first key head of this launch, as b * H_kv + h_kv, and their number
 #     dk_scale    what the sums of dk and dq are multiplied by; dv_scale: those of dv, 1 / (share kept)
-Task = namedtuple("Task", "begin N H G T T_k scale2 dk_scale dv_scale seed threshold")
+Task = namedtuple("Task", "begin N H T T_k scale2 dk_scale dv_scale seed threshold")
 
 # What lies in shared memory. Places for tiles:
 #     k, v     (2, 1, 1, KEYS, D): one of each consumer; in the end dk and dv, too
@@ -122,9 +126,9 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         items = -(-T_k // (2 * KEYS)) * N
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
-            *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, G, T, T_k,
+            *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
-            how(D, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, D == 128 and G == 1 and T_k >= DQ_FIRST, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(N * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
@@ -135,9 +139,9 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, causal: bool, dropout: bool) -> How:
+def how(D: int, G: int, dq_first: bool, causal: bool, dropout: bool) -> How:
     turns = 2 if LATE[D] and not dropout else 0  # where they were faster
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout)))
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], dq_first, turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -185,11 +189,11 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
 # 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k", "threshold"])  # compiled once for all lengths
-def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale,
+@gluon.jit(do_not_specialize=["begin", "N", "H", "T", "T_k", "threshold"])  # compiled once for all lengths
+def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, T, T_k, scale2, dk_scale, dv_scale,
                     seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    task = Task(begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale, seed, threshold)
+    task = Task(begin, N, H, T, T_k, scale2, dk_scale, dv_scale, seed, threshold)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -223,9 +227,15 @@ def items_of(task, how: gl.constexpr):
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
     """The key head (counted from task.begin) and the number of a tile of keys; the first tile of queries that sees it,
-    the first that the mask does not cut, and the number of all. Of a head the last keys come first."""
+    the first that the mask does not cut, and the number of all. Of a head the last keys come first: at each tile of
+    queries the keys after these are ahead, and seldom is an adder waited for. With several query heads, whose q and do
+    fill the L2 cache, all tiles of keys visit the same queries at the same time, the first keys first: they take most."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
+    if how.G > 1:
+        begin = item // (per_head * SECTION) * SECTION
+        heads = gl.minimum(SECTION, task.N - begin)  # the last section may have fewer
+        n, tile = begin + (item - begin * per_head) % heads, (item - begin * per_head) // heads
     stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
@@ -237,9 +247,15 @@ def item_at(item, task, how: gl.constexpr):
 
 
 @gluon.jit
-def head_at(n, task):
+def visited(x, first, stop, how: gl.constexpr):
+    """The tile of queries, of first to stop - 1, that is visited after x others."""
+    return first + x if how.G == 1 else stop - 1 - x
+
+
+@gluon.jit
+def head_at(n, task, how: gl.constexpr):
     """b and h_kv of a key head."""
-    H_kv = task.H // task.G
+    H_kv = task.H // how.G
     return (task.begin + n) // H_kv, (task.begin + n) % H_kv
 
 
@@ -253,7 +269,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     tell(shared, turn, item)
     while item < items_of(task, how):
         n, tile, first, _, stop = item_at(item, task, how)
-        b, h_kv = head_at(n, task)
+        b, h_kv = head_at(n, task, how)
         # A new barrier is past phase 1. So all places begin as free.
         mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
@@ -261,9 +277,10 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
             row = (2 * tile + c) * how.KEYS
             async_load(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
             async_load(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
-        for h in range(h_kv * task.G, (h_kv + 1) * task.G):
-            for t in range(first, stop):
-                place, phase = count & 1, count >> 1 & 1
+        for x in range(stop - first):
+            t = visited(x, first, stop, how)
+            for g in range(how.G):
+                h, place, phase = h_kv * how.G + g, count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
                 mbarrier.wait(shared.q_free.index(place), phase ^ 1)
                 mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
@@ -306,18 +323,22 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     item = told(shared, turn, 1)
     while item < items_of(task, how):
         n, tile, first, _, stop = item_at(item, task, how)
-        for h in range(n * task.G, (n + 1) * task.G):
-            for t in range(first, stop):
-                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
+        for x in range(stop - first):
+            t = visited(x, first, stop, how)
+            before = tile  # how many tiles of keys add to tile t before this one
+            if how.G == 1:
+                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees
                 if how.CAUSAL:
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
-                half = (h * stop + t) * 2 + C
+                before = last - tile
+            for g in range(how.G):
+                half = ((n * how.G + g) * stop + t) * 2 + C
                 added = counters + (1 + half)
                 place = (count & 1) * 2 + C
-                while acquired(added) != last - tile:
+                while acquired(added) != before:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
-                if tile == last:
+                if before == 0:
                     async_store(sums, [0, half, 0, 0], shared.dq.index(place))
                 else:
                     async_atomic_add(sums, [0, half, 0, 0], shared.dq.index(place))
@@ -358,13 +379,15 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    for h in range((task.begin + n) * task.G, (task.begin + n + 1) * task.G):
-        for t in range(first, whole):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, task, seed, True, how, C)
-            count += 1
-        for t in range(whole, stop):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, task, seed, False, how, C)
-            count += 1
+    head = (task.begin + n) * how.G
+    for part in gl.static_range(2):  # the tiles that the mask cuts are the first ones
+        low, high = (first, whole) if (part == 0) == (how.G == 1) else (whole, stop)
+        for x in range(high - low):
+            t = visited(x, low, high, how)
+            for g in range(how.G):
+                dk_c, dv_c = step(dk_c, dv_c, count, begun, head + g, t, column0, shared, task, seed,
+                                  (part == 0) == (how.G == 1), how, C)  # fmt: skip
+                count += 1
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
         hand_over(dq_c, count - 1, shared, how, C)
@@ -374,7 +397,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * task.dk_scale).to(dk.dtype))
     as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * task.dv_scale).to(dv.dtype))
     fence_async_shared()
-    b, h_kv = head_at(n, task)
+    b, h_kv = head_at(n, task, how)
     async_store(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
     async_store(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
@@ -393,7 +416,8 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
-    k_c, v_c = as_matrix(shared.k.index(C), how.KEYS, how), as_matrix(shared.v.index(C), how.KEYS, how)
+    c = opaque(C) if how.D == 128 else C
+    k_c, v_c = as_matrix(shared.k.index(c), how.KEYS, how), as_matrix(shared.v.index(c), how.KEYS, how)
     wait_turn(C, how, 10)
     mbarrier.wait(shared.q_full.index(place), phase)
     s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
@@ -430,17 +454,21 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     if how.LATE:
         all_threads()
         mbarrier.arrive(shared.ds_full.index(place), count=1)
-        dq_c = start_dq(count - 1, shared, how, C)
+    else:
+        if not how.DQ_FIRST:
+            dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
+        both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
+    if how.LATE or how.DQ_FIRST:
+        done = count - 1 if how.LATE else count
+        dq_c = start_dq(done, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
         mbarrier.arrive(shared.do_free.index(place), count=1)
-        if count > begun:
-            hand_over(dq_c, count - 1, shared, how, C)
+        if done >= begun:
+            hand_over(dq_c, done, shared, how, C)
         dk_c = warpgroup_mma_wait(0, [dk_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
     else:
-        dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
-        both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
         dq_c = start_dq(count, shared, how, C)
         await_place(count, shared, C)  # while products run
         dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
@@ -448,6 +476,13 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         mbarrier.arrive(shared.do_free.index(place), count=1)
         hand_over(dq_c, count, shared, how, C)
     return dk_c, dv_c
+
+
+@gluon.jit
+def opaque(x: gl.constexpr):
+    """x, but the compiler does not know that it is the same in each step. Else it keeps what it computes from x, the
+    addresses of k and v, in 32 registers all the time, and has to move others to memory."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -462,6 +497,7 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     may wait for it."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
+    if how.LATE or how.DQ_FIRST:
         await_place(count, shared, C)
     place = (count & 1) * 2 + C
     # (64, 64) as (16, 256), with the four numbers that a thread has in a row beside each other. Then it stores all four
