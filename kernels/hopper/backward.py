@@ -229,7 +229,8 @@ def item_at(item, task, how: gl.constexpr):
     """The key head (counted from task.begin) and the number of a tile of keys; the first tile of queries that sees it,
     the first that the mask does not cut, and the number of all. Of a head the last keys come first: at each tile of
     queries the keys after these are ahead, and seldom is an adder waited for. With several query heads, whose q and do
-    fill the L2 cache, all tiles of keys visit the same queries at the same time, the first keys first: they take most."""
+    do not fit the L2 cache, all tiles of keys visit the same queries at the same time; the first, which take most, come
+    first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
