@@ -69,7 +69,8 @@ def sample(cfg: Config) -> None:
     device = pick_device(cfg.device)
     broken, loss = trained.state["broken"], trained.state["val_loss"]
     stamp = f"BROKEN[{broken}] " if broken else ""
-    what = (f", validation loss {loss:.4f}" if loss else "") + (": its text is worth nothing" if broken else "")
+    lowest = ", the lowest" if cfg.checkpoint == "best" else ""
+    what = (f", validation loss {loss:.4f}{lowest}" if loss else "") + (": its text is worth nothing" if broken else "")
     print(f"{stamp}{trained.path}{what}", file=sys.stderr)
     if cfg.export:
         print(f"{huggingface.export(trained, Path(cfg.export))} is in {cfg.export}", file=sys.stderr)

@@ -292,8 +292,8 @@ def log(run: Run, update: Pending, stats: StepStats, seconds: float) -> None:
     if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
     if step == 3 and limit < 50 * seconds:  # the first two may compile
-        few = f"max_minutes={cfg.max_minutes:g}: only {limit / seconds:.0f} steps fit, too few to learn"
-        run.metrics.say(f"{few}: raise it, or lower model.context_length or batch_size")
+        few = f"max_minutes={cfg.max_minutes:g}: only some {limit / seconds:.0f} steps fit"
+        run.metrics.say(f"{few}: raise it, or lower tokens_per_step, batch_size or model.context_length")
 
 
 def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
@@ -315,8 +315,8 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
     if found:
         run.step = step
-        fault = save(run, into="faults", fault=found[1])
-        say(f"  to see it again: {to_type('breakit.py', f'replay={fault}')}")
+        folder = save(run, into="faults", fault=found[1])
+        say(f"  to see it again: {to_type('breakit.py', f'replay={folder}')}")
     return 1
 
 

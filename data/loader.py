@@ -138,5 +138,5 @@ def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
     if len(tokens) < context_length + 1:
-        way_out = "use a smaller model.context_length or more text"
+        way_out = f"use model.context_length={max(1, len(tokens) - 1)} or less, or more text"
         raise ValueError(f"the {what} text has {len(tokens):,} tokens, a window takes {context_length + 1}: {way_out}")

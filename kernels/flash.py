@@ -117,7 +117,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, CUT: tl.constex
         if CUT:
             s = tl.where(visible(task, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
-        p = dropped(p, b * task.H + h, row0, column0, row, column, task)  # 4
+        p = drop(p, b * task.H + h, row0, column0, row, column, task)  # 4
         if not how.NO_RESCALE_OUTPUT:
             acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
@@ -180,9 +180,9 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, tiles, task
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # (BLOCK_M, BLOCK_N)
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         dp = tl.dot(do_i, v_j.T, input_precision=how.PRECISION)  # 10
-        p, slope = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, CUT)  # 8
-        zp = dropped(p, b * task.H + h, row0, column0, row, column, task)
-        ds = score_gradient(p, zp, dp, delta_i[:, None], slope, task)  # 11
+        p, softcap_grad = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, CUT)  # 8
+        zp = drop(p, b * task.H + h, row0, column0, row, column, task)
+        ds = score_gradient(p, zp, dp, delta_i[:, None], softcap_grad, task)  # 11
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=how.PRECISION)  # 12
     return dq
 
@@ -232,10 +232,10 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, p
         dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
         minus_lse2_i, delta_i = tl.split(tl.load(row_terms + at * 2 + tl.arange(0, 2)[None, :]))
-        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, CUT)  # 8
-        zp = dropped(p, n, row0, column0, row, column, task)
+        p, softcap_grad = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, CUT)  # 8
+        zp = drop(p, n, row0, column0, row, column, task)
         dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=how.PRECISION)  # 9
-        ds = score_gradient(p, zp, dp, delta_i[None, :], slope, task)  # 11
+        ds = score_gradient(p, zp, dp, delta_i[None, :], softcap_grad, task)  # 11
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=how.PRECISION)  # 12
     return dk, dv
 
@@ -243,14 +243,14 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, p
 @triton.jit
 def weights_again(s, minus_lse2, b, h, i, j, task, CUT: tl.constexpr):
     """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
-    s, factor, slope = cap_and_alibi(s, task, h, i, j)
+    s, factor, softcap_grad = cap_and_alibi(s, task, h, i, j)
     if CUT:
         s = tl.where(visible(task, b, i, j), s, -float("inf"))
-    return tl.exp2(tl.fma(s, factor, minus_lse2)), slope
+    return tl.exp2(tl.fma(s, factor, minus_lse2)), softcap_grad
 
 
 @triton.jit
-def score_gradient(p, zp, dp, delta, slope, task):
+def score_gradient(p, zp, dp, delta, softcap_grad, task):
     """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. delta comes divided, and dp is do v^T without Z.
     The kernels multiply their sums by keep_scale."""
     if task.seed is not None:
@@ -258,7 +258,7 @@ def score_gradient(p, zp, dp, delta, slope, task):
     else:
         ds = p * (dp - delta)
     if task.softcap is not None:
-        ds *= slope
+        ds *= softcap_grad
     return ds
 
 
@@ -266,17 +266,17 @@ def score_gradient(p, zp, dp, delta, slope, task):
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
     """The rest of step 1. Returns s, the factor that makes it scores in base 2, and d score / d (q k^T scale)."""
-    factor, slope = task.scale2, 1.0
+    factor, softcap_grad = task.scale2, 1.0
     if (task.softcap is not None) or (task.slopes is not None):
         s = s * task.scale
         if task.softcap is not None:
             t = tanh(s / task.softcap)
-            slope = 1 - t * t
+            softcap_grad = 1 - t * t
             s = task.softcap * t
         if task.slopes is not None:
             s = s - tl.load(task.slopes + h) * tl.abs(i + (task.T_k - task.T) - j).to(tl.float32)
         s, factor = s * LOG2E, 1.0
-    return s, factor, slope
+    return s, factor, softcap_grad
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def visible(task, b, i, j):
 
 
 @triton.jit
-def dropped(p, n, row0, column0, row, column, task):
+def drop(p, n, row0, column0, row, column, task):
     """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale."""
     if task.seed is not None:
         return tl.where(keep_mask(task, n, row0, column0, row, column), p, task.zero)
@@ -385,17 +385,16 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def listed(found, b, tile, n, task):
-    """found, and where the tile's list starts in the table of visits. If there is a table, places in that list take the
-    place of found: the cut tiles come first, then the whole ones. Without one the fifth number is not used."""
+    """found, and a number that is not used. With a table of visits: places in this tile's list, the cut tiles first (0,
+    the number of cut tiles, that of all tiles, twice), and where the list starts."""
     start, whole_start, whole_stop, stop = found
     line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.local_m is not None:
         start, whole_start, whole_stop, stop = in_order(0, n, n, n)
     if task.visits is not None:
         line = b.to(tl.int64) * task.visits_b + tile.to(tl.int64) * task.visits_n
-        start, whole_start = stop * 0, tl.load(task.visits + line + 1)
-        whole_stop = tl.load(task.visits + line)
-        stop = whole_stop
+        stop = tl.load(task.visits + line)
+        start, whole_start, whole_stop = stop * 0, tl.load(task.visits + line + 1), stop
     return start, whole_start, whole_stop, stop, line + 2
 
 

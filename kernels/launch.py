@@ -40,10 +40,10 @@ def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
             launch_forward(q, k, v, o, lse, lse2, problem)
             return o, lse, lse2
-        M, N, *_ = tile = tiles_for("forward", q, problem)
-        task = task_of(q, k, problem, tile, "rows")
+        M, N, *_ = sizes = tiles_for("forward", q, problem)
+        task = task_of(q, k, problem, sizes, "rows")
         args: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
-        launch(forward_kernel, -(-T // M) * B * H, args, q, problem, tile)
+        launch(forward_kernel, -(-T // M) * B * H, args, q, problem, sizes)
     return o, lse, lse2
 
 
@@ -66,19 +66,19 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
         padded = -(-T // 128) * 128
         row_terms = lse2.new_empty(B, H, padded, 2)
 
-        M, N, *_ = tile = tiles_for("dq", q, problem)
-        task = task_of(q, k, problem, tile, "rows")
+        M, N, *_ = sizes = tiles_for("dq", q, problem)
+        task = task_of(q, k, problem, sizes, "rows")
         tensors: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
         args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task, padded
-        launch(dq_kernel, -(-T // M) * B * H, args, q, problem, tile)
+        launch(dq_kernel, -(-T // M) * B * H, args, q, problem, sizes)
 
         filled = M
-        M, N, *_ = tile = tiles_for("dkdv", q, problem)
+        M, N, *_ = sizes = tiles_for("dkdv", q, problem)
         assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
-        task = task_of(q, k, problem, tile, "columns")
+        task = task_of(q, k, problem, sizes, "columns")
         tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
         args = *tensors, row_terms, in_tiles(dk, N), in_tiles(dv, N), task, padded
-        launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, tile)
+        launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, sizes)
     return found
 
 
@@ -168,10 +168,10 @@ def is_hopper(device: torch.device) -> bool:
 
 
 # --- The arguments of a kernel ----------------------------------------------------------------------------------------
-def launch(kernel: Any, programs: int, args: tuple, q: Tensor, problem: Problem, tile: Tiles) -> None:
+def launch(kernel: Any, programs: int, args: tuple, q: Tensor, problem: Problem, sizes: Tiles) -> None:
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    compiled_for = how(tile.BLOCK_M, tile.BLOCK_N, q.shape[3], "tf32" if tf32 else "ieee", tuple(problem.broken))
-    kernel[(programs,)](*args, compiled_for, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    compiled_for = how(sizes.BLOCK_M, sizes.BLOCK_N, q.shape[3], "tf32" if tf32 else "ieee", tuple(problem.broken))
+    kernel[(programs,)](*args, compiled_for, num_warps=sizes.num_warps, num_stages=sizes.num_stages)
 
 
 @cache
@@ -183,11 +183,11 @@ def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
     return How(*map(tl.constexpr, (M, N, max(16, triton.next_power_of_2(D)), precision, start, *flags)))
 
 
-def task_of(q: Tensor, k: Tensor, problem: Problem, tile: Tiles, form: str) -> Task:
+def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> Task:
     """The Task of a kernel of kernels/flash.py. form: of visit_lists()."""
     table = None  # the kernel computes which tiles it visits
     if problem.documents is not None or problem.blocks is not None:
-        table = visit_lists(problem, tile.BLOCK_M, tile.BLOCK_N, form, q.device)
+        table = visit_lists(problem, sizes.BLOCK_M, sizes.BLOCK_N, form, q.device)
     H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
     at_most = 0 if problem.causal else None if window is None else window - 1
     local_m = local_n = None

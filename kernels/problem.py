@@ -68,7 +68,7 @@ def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
 
 
 def in_parts(found: list[Tensor], q: Tensor, k: Tensor) -> list[Tensor]:
-    """dq, dk and dv, each (B, H or H_kv, T, D), of empty_gradients()."""
+    """dq, dk and dv, each (B, H or H_kv, T, D), of empty_gradients(). An op may not return views of one memory."""
     if len(found) == 3:
         return found
     return [x.transpose(1, 2) for x in found[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]

@@ -24,9 +24,9 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
         visited = visited & (right > top - problem.window) & (left < bottom + problem.window)
         whole = whole & (left > bottom - problem.window) & (right < top + problem.window)
     if problem.blocks is not None:  # how many blocks of a tile are on, by a summed-area table
-        sums = torch.nn.functional.pad(problem.blocks.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        on_before = torch.nn.functional.pad(problem.blocks.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
         i0, i1, j0, j1 = (x.clamp(min=0) // problem.block_size for x in (top, bottom, left, right))
-        on = sums[i1 + 1, j1 + 1] - sums[i0, j1 + 1] - sums[i1 + 1, j0] + sums[i0, j0]
+        on = on_before[i1 + 1, j1 + 1] - on_before[i0, j1 + 1] - on_before[i1 + 1, j0] + on_before[i0, j0]
         visited, whole = visited & (on > 0), whole & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
     visited, whole = visited[None], whole[None]
     if problem.documents is not None:  # the lowest and the highest document of each tile

@@ -10,15 +10,16 @@ Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as eas
 the fewest that pass the paper's statistical tests.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
-matrix products. So one call decides for 16 weights, 8 bits each:
+matrix products. So one call decides for 16 weights, 8 bits each. Bits count from 0: bits 3 and 4 of row 13 = 0b01101
+are 01, so its word is 1, and the counter has 0 << 3 | 0b101.
 
     word  of a weight = bits 3 and 4 of its row
     byte  of the word = bits 3 and 4 of its column
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-Row 13 = 0b01101, for example: bits 3 and 4 (from 0) are 01, so word 1; the counter has 0 << 3 | 0b101. The weights of
-one call are 8 apart in rows and columns, as a thread holds a tensor core's result, so it needs all 16 bytes.
+The weights of one call are 8 apart in rows and columns, as a thread holds a tensor core's result, so it needs all 16
+bytes.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.

@@ -217,7 +217,7 @@ class GPT(nn.Module):
         positions, before = place(idx) if sequence is None else sequence.place(idx)
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
-            if documents is not None:  # a document's first token has none before it
+            if documents is not None:  # a document's first token has none before it (nor has position 0)
                 before = before.where(documents[:, positions] == documents[:, positions - 1], -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:

@@ -135,10 +135,10 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
     if problem.slopes is not None:
         i, j = positions(problem, rows, columns, s.device)
         bias = (problem.slopes.to(s.dtype) * LOG2E)[:, None, None] * (i - j).abs()  # (H, R, S)
-        s = (s.view(-1, *bias.shape) - bias).view_as(s)  # as (B, H, R, S)
+        s = (s.view(-1, *bias.shape) - bias).view_as(s)  # s (N, G R, S) is read as (B, H, R, S)
     if cut:
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R, S): the same for all heads
-        # As (1 or B, heads, R, S). On a CPU masked_fill takes twice as long as exp2.
+        # s is read as (1 or B, heads, R, S). On a CPU masked_fill takes twice as long as exp2.
         s.view(len(seen), -1, *seen.shape[2:]).add_(torch.where(seen, 0.0, -INF))
     return s, softcap_grad
 

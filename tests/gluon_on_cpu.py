@@ -127,7 +127,7 @@ def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
     if asm.startswith("mov."):
         return args[0]
     if not asm.startswith("bar."):
-        p, keep, byte = args  # dropped(), for one element after the other
+        p, keep, byte = args  # drop(), for one element after the other
         return torch.where((keep >> 8 * byte + 7 & 1).bool(), p, torch.zeros_like(p))
     mine, (what, number) = job(), asm.split(",")[0].split()
     barrier = mine.orders.hardware.setdefault((mine.program, number), Barrier(2))

@@ -72,7 +72,7 @@ TABLE = {
         ("triton does not rescale l", "else l * alpha) + tl.sum(p, 1)", "else l) + tl.sum(p, 1)", "flash"),
         ("triton adds lse's gradient", "delta_i -= tl.load(dlse", "delta_i += tl.load(dlse", "attention"),
         ("dk has one query head of a group", "(h_kv + 1) * task.G):", "h_kv * task.G + 1):", "flash"),
-        ("softcap has no slope in triton", "slope = 1 - t * t", "slope = 1.0", "flash"),
+        ("softcap has no slope in triton", "softcap_grad = 1 - t * t", "softcap_grad = 1.0", "flash"),
         ("all sequences have one's documents", "documents + b.to(tl.int64) * task.T_k", "documents", "flash")],
     "kernels/decode.py": [
         ("splits are not rescaled", "tl.sum(alpha * tl.load(l_of", "tl.sum(tl.load(l_of", "decode"),
@@ -82,14 +82,14 @@ TABLE = {
     "kernels/hopper/forward.py": [
         ("Hopper does not rescale l", "l * alpha + gl.sum(p, 1)", "l + gl.sum(p, 1)", "hopper")],
     "kernels/hopper/backward.py": [
-        ("dq of a later launch goes to wrong heads", "begin * G, H, T, unseeing", "begin, H, T, unseeing",
+        ("dq of a later launch goes to wrong heads", "begin * G, H, T, blind_rows", "begin, H, T, blind_rows",
          "hopper::test_heads_whose_sums_do_not_fit_at_once_take_turns"),
         ("no adder waits for its turn", "while acquired(added) != before:", "while False:",
          "hopper::test_no_order_of_jobs_and_copies_changes_a_bit slow")],
     "training/step.py": [
         ("gradients are never clipped", "if self.grad_clip:", "if False:", "arithmetic"),
         ("the loss is not divided by the passes", "(len(batch.x) * self.ranks.size)", "self.ranks.size", "arithmetic"),
-        ("fp16 takes infinite gradients", "self.stopped | ~norm.isfinite()", "self.stopped", "step")],
+        ("fp16 takes infinite gradients", "self.stopped | overflow", "self.stopped", "step")],
     "training/checkpoint.py": [
         ("best is the highest loss", "return min(losses,", "return max(losses,", "checkpoint"),
         ("random numbers begin anew on resume", 'if len(rng["rng.cpu"]) == ranks.size:', "if False:", "checkpoint")],

@@ -18,8 +18,8 @@ def row(folder: Path) -> dict[str, str | float]:
     return {
         "run": folder.name,
         "step": records[-1]["step"] if records else 0,
-        "best val loss": round(best["val_loss"], 4) if best else math.inf,
-        "bits per byte": round(best["val_bits_per_byte"], 4) if best else math.inf,
+        "best val loss": round(best["val_loss"], 4) if best else "-",
+        "bits per byte": round(best["val_bits_per_byte"], 4) if best else "-",
         "at step": best["step"] if best else 0,
         "minutes": round(evaluated[-1]["seconds"] / 60, 1) if evaluated else 0.0,
         "typed": (folder / "typed.txt").read_text(encoding="utf-8"),
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     if not rows:
         sys.exit(f"{parent} has no runs: python -m training.runs FOLDER")
     widths = {name: max(len(name), *(len(str(r[name])) for r in rows)) for name in rows[0]}
-    rows.sort(key=lambda r: ("BROKEN" in r["run"], r["bits per byte"]))
+    rows.sort(key=lambda r: ("BROKEN" in r["run"], r["at step"] == 0, r["bits per byte"]))
     for line in (dict(zip(widths, widths, strict=True)), *rows):
         print("  ".join(str(line[name]).ljust(width) for name, width in widths.items()).rstrip())

@@ -1,7 +1,7 @@
 """One update: forward, backward, clip, guard, optimizer; without a wait for the device.
 
-    pending = train_step(batch, lr)     enqueues the update
-    pending.wait()                      waits for its loss, gradient norm, ...
+    stats = train_step(batch, lr)       enqueues the update
+    stats.wait()                        waits for its loss, gradient norm, ...
 
 update() is the step, and it is the same code in all three modes: eager; compiled (each block by torch.compile); graph
 (the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
@@ -160,9 +160,10 @@ class TrainStep:
         # The guard. In fp16 with a scale above 1 an infinite gradient is normal: this update alone is skipped, and the
         # scaler lowers its scale. Otherwise the model diverged, and NaN in weights cannot be repaired.
         scale = self.scaler.scale(torch.ones((), device=self.device))  # get_scale() would wait for the device
+        overflow = ~norm.isfinite()
         if self.stop_on_nan:
-            self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
-        self.skip_update.copy_((self.stopped | ~norm.isfinite()) if self.scaler.is_enabled() else self.stopped)
+            self.stopped |= ~loss.isfinite() | (overflow & (scale <= 1))
+        self.skip_update.copy_((self.stopped | overflow) if self.scaler.is_enabled() else self.stopped)
 
         # The update. scaler.step() would skip, of two optimizers, only the one with an infinite gradient. On Apple's
         # GPUs torch's AdamW ignores found_inf (pytorch/pytorch#186360), so there the host waits and looks.

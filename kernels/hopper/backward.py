@@ -105,19 +105,19 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
-    keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
-    scale = problem.scale * keep_scale / times  # of dq and dk
+    keep_scale, doubled = 256 / (256 - threshold), 2.0 if dropout else 1.0  # 2.0: step() computes 2 ds
+    scale = problem.scale * keep_scale / doubled  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
     row_terms_kernel[(B * H * tiles,)](
-        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, times / keep_scale, rows, D, num_warps=4
+        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, doubled / keep_scale, rows, D, num_warps=4
     )
     inputs = [
         *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
         in_tiles(terms, 1, FLAT),
     ]
-    unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
+    blind_rows = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
@@ -131,7 +131,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
             how(D, G, D == 128 and G == 1 and T_k >= DQ_FIRST, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(N * G * tiles * 2,)](
-            sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
+            sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
         )
 
 
@@ -167,9 +167,9 @@ def row_terms_kernel(
     tl.store(terms + at + ROWS, minus_delta * delta_scale)
 
 
-@triton.jit(do_not_specialize=["begin", "H", "T", "unseeing"])
-def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`. A program computes half of a tile. The
+@triton.jit(do_not_specialize=["begin", "H", "T", "blind_rows"])
+def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, ROWS: tl.constexpr, D: tl.constexpr):
+    """dq = sums * scale, rounded to its dtype; 0 in the first `blind_rows` rows. A program computes half of a tile. The
     sums are those of the heads from n = begin on."""
     halves = 2 * tl.cdiv(T, ROWS)
     n, half = tl.program_id(0) // halves, tl.program_id(0) % halves
@@ -181,7 +181,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
     else:
         i += half * 64
     b, h, row = ((begin + n) // H).to(tl.int64), ((begin + n) % H).to(tl.int64), i.to(tl.int64)
-    x = tl.where(i >= unseeing, x * scale, 0.0)
+    x = tl.where(i >= blind_rows, x * scale, 0.0)
     tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, x.to(dq.dtype.element_ty), mask=i < T)
 
 
@@ -227,10 +227,10 @@ def items_of(task, how: gl.constexpr):
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
     """The key head (counted from task.begin) and the number of a tile of keys; the first tile of queries that sees it,
-    the first that the mask does not cut, and the number of all. Of a head the last keys come first: at each tile of
-    queries the keys after these are ahead, and seldom is an adder waited for. With several query heads, whose q and do
-    do not fit the L2 cache, all tiles of keys visit the same queries at the same time; the first, which take most, come
-    first."""
+    the first that the mask does not cut, and the number of all. The last keys of a head come first: they have the
+    fewest tiles of queries, so the tiles of keys that add after them seldom wait. With several query heads, whose q and
+    do would not fit the L2 cache, all tiles of keys visit the same queries at the same time; the first keys, which have
+    the most tiles of queries, come first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
@@ -248,7 +248,7 @@ def item_at(item, task, how: gl.constexpr):
 
 
 @gluon.jit
-def visited(x, first, stop, how: gl.constexpr):
+def nth_tile(x, first, stop, how: gl.constexpr):
     """The tile of queries, of first to stop - 1, that is visited after x others."""
     return first + x if how.G == 1 else stop - 1 - x
 
@@ -271,7 +271,6 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     while item < items_of(task, how):
         n, tile, first, _, stop = item_at(item, task, how)
         b, h_kv = head_at(n, task, how)
-        # A new barrier is past phase 1. So all places begin as free.
         mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
         for c in gl.static_range(2):
@@ -279,7 +278,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
             async_load(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
             async_load(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
         for x in range(stop - first):
-            t = visited(x, first, stop, how)
+            t = nth_tile(x, first, stop, how)
             for g in range(how.G):
                 h, place, phase = h_kv * how.G + g, count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
@@ -325,7 +324,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     while item < items_of(task, how):
         n, tile, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
-            t = visited(x, first, stop, how)
+            t = nth_tile(x, first, stop, how)
             before = tile  # how many tiles of keys add to tile t before this one
             if how.G == 1:
                 last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees
@@ -381,10 +380,10 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
     head = (task.begin + n) * how.G
-    for part in gl.static_range(2):  # the tiles that the mask cuts are the first ones
+    for part in gl.static_range(2):  # the tiles that the mask cuts, then the others; nth_tile() may count down
         low, high = (first, whole) if (part == 0) == (how.G == 1) else (whole, stop)
         for x in range(high - low):
-            t = visited(x, low, high, how)
+            t = nth_tile(x, low, high, how)
             for g in range(how.G):
                 dk_c, dv_c = step(dk_c, dv_c, count, begun, head + g, t, column0, shared, task, seed,
                                   (part == 0) == (how.G == 1), how, C)  # fmt: skip

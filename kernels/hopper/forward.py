@@ -62,7 +62,7 @@ class How:
     DROPOUT: gl.constexpr
 
 
-# What to compute, in the words of kernels/flash.py. A tensor that How says there is none of is any other.
+# What to compute, in the words of kernels/flash.py. In place of a tensor that How says is not needed: any other.
 #     N          B * H
 #     section    heads that are computed at the same time: group_at()
 #     visits     (B, tiles of queries, 4): visit_ranges() of kernels/visits.py
@@ -96,19 +96,19 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     window, documents, dropout = problem.window, problem.documents, problem.seed is not None
-    at_least, at_most = (0, 0) if window is None else (1 - window, window - 1)
-    at_most, bounded = 0 if problem.causal else at_most, problem.causal or window is not None
+    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1
+    bounded = problem.causal or window is not None
     cut_once = window is None and documents is None and (not bounded or (T_k - T) % ROWS == 0)
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
-    section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
+    section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     table = lse if documents is None else visit_ranges(problem, ROWS, block_n, q.device)
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
-        B * H, min(max(1, section), B * H), H, T, T_k, at_least, at_most,
+        B * H, section, H, T, T_k, at_least, at_most,
         lse if documents is None else documents.contiguous(), table, problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
         how(D, *tiles, window is not None, bounded, documents is not None, not cut_once, dropout),
@@ -173,7 +173,8 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
 
 @gluon.jit
 def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N barriers in shared memory, each of which completes a phase after COUNT arrivals."""
+    """N barriers in shared memory, each of which completes a phase after COUNT arrivals. A new one is past phase 1: who
+    waits for a NAME_free waits for phase 1 first, so all places begin as free."""
     found = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(found.index(i), count=COUNT)
@@ -239,7 +240,6 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
     while group < groups_of(task, how):
         b, h, _, row0, start, stop = group_at(group, task, how)
         for c in gl.static_range(how.CONSUMERS):
-            # A new barrier is past phase 1. So all places begin as free.
             mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
         for tile in range(stop - start):
@@ -315,7 +315,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
-        p = as_operand(dropped(p, keep, how), o_layout, q_i.dtype)  # 4
+        p = as_operand(drop(p, keep, how), o_layout, q_i.dtype)  # 4
         if early:
             keep = drawn(words, row0, tile, task, s_layout, how)
         wait_turn(C, how)
@@ -334,7 +334,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
         p = p_new.to(q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
-    acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count, how)
+    acc = add_values(acc, as_operand(drop(p, keep, how), o_layout, q_i.dtype), shared, count, how)
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     at = n.to(gl.int64) * task.T + i
     gl.store(lse + at, m * LN2 + gl.log(l), mask=i < task.T)
@@ -414,7 +414,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
         last = gl.minimum(position + task.at_most, last)
     if how.D == 128 and not how.RAGGED:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
-        # no faster, and where the mask cuts more it needs too many registers.
+        # no faster, and where the mask cuts more it needs too many registers. 0.5, because 0 * inf is NaN.
         reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
         j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
         return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))
@@ -464,7 +464,7 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
-        # Four bytes at a time: a byte is at least the threshold if two of three things are so. Its upper bit is 1; its
+        # Four bytes at a time: a byte is at least the threshold if most of three things are so. Its upper bit is 1; its
         # other bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         zero = (task.threshold >> 7).to(gl.uint32) - 1
@@ -476,7 +476,7 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def dropped(p, keep, how: gl.constexpr):
+def drop(p, keep, how: gl.constexpr):
     """Step 4 without the factor 1 / (share kept): p, which has 16 bits, where it is kept, else 0. keep: of drawn()."""
     if how.DROPOUT:
         j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
