@@ -1,6 +1,7 @@
 """trace: one row of attention, tile by tile."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import breakit
 from lab.trace import Head, tell, trace, worked_example
 from model.break_it import FAILURES, BreakIt
 
-CAT_ON = [0.2854, 0.2854, 0.2106, 0.4089]  # o of "on", docs/attention.md
+PAGE = (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
+ENDS = re.findall(r"^\| \w+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d. ]+) \|$", PAGE, re.MULTILINE)  # m, l, lse, o
 CAT = worked_example()
 RANDOM = Head(["x"] * 7, *torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(1)), 0.5)
 
@@ -24,11 +26,13 @@ def numbers(line: str) -> list[float]:
 
 
 @pytest.mark.parametrize("N", [1, 2, 3, 5])
-def test_every_tile_size_ends_at_the_published_output(N):
-    said = lines(N=N)
-    assert len(said) == 3 + -(-5 // N) + 1
-    assert numbers(said[-1])[:4] == pytest.approx(CAT_ON, abs=6e-5)
-    assert numbers(said[-2])[3:] == pytest.approx(CAT_ON, abs=6e-5)  # acc / l after the last tile
+def test_every_row_ends_at_the_published_numbers_with_every_tile_size(N):
+    for row, published in zip(range(5), ENDS, strict=True):
+        said, (m, l, lse, *o) = lines(row=row, N=N), map(float, " ".join(published).split())
+        assert len(said) == 3 + -(-5 // N) + 1
+        assert numbers(said[-1]) == pytest.approx([*o, lse], abs=6e-5)
+        assert numbers(said[-2])[:2] == pytest.approx([m, l], abs=6e-5)
+        assert numbers(said[-2])[3:] == pytest.approx(o, abs=6e-5)  # acc / l after the last tile
 
 
 def test_a_line_has_the_state_after_its_tile_and_the_sentence_says_what_changed():
