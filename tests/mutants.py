@@ -37,7 +37,7 @@ TABLE = {
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
         ("tiled holds T x T floats", "o = empty_heads(q)\n", "o, t = empty_heads(q), q.new_empty(B, H, T, T)\n",
-         "attention"),
+         "bench"),
         ("dk lacks the scale", "dk *= problem.scale", "dk *= 1.0", "attention"),
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [

@@ -50,7 +50,7 @@ def test_the_instrument_counts_what_is_alive_at_once():
 
 def test_twice_the_context_takes_tiled_twice_and_naive_four_times_the_memory():
     def peak(impl: str, T: int) -> int:
-        case = Case(1, 1, T, 64, True, 0.0)
+        case = Case(1, 1, T, 64, True, 0.1)
         f, x = attention_of(impl, case, CPU), inputs(case, CPU, torch.float32)
         return peak_bytes(lambda: forward_and_backward(f, x), CPU)
 

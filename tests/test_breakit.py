@@ -190,8 +190,9 @@ def test_what_is_broken_has_a_name(broken, label):
     (replace(TILED, softmax_scale=0.5), "no_scale", {}), (TILED, "local_mask", {"causal": False}),
     (replace(TILED, window=4), "local_mask", {}), (replace(TILED, block_mask=["x"]), "local_mask", {}),
     (TILED, "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}), (TILED, "stale_seed", {}),
-    (AttentionConfig("sdpa"), "no_max", {}),
+    *((AttentionConfig("sdpa", dropout_p=0.5), name, {}) for name in FAILURES if name != "no_scale"),
 ])  # fmt: skip
 def test_a_failure_is_refused_where_it_has_nothing_to_remove(config, failure, options):
     with pytest.raises(ValueError, match=f"^break_it={failure}: "):
         attention(*torch.zeros(3, 1, 1, 8, 4), config, break_it=BreakIt(failure), **options)
+    attention(*torch.zeros(3, 1, 1, 8, 4), AttentionConfig("sdpa"), break_it=BreakIt("no_scale"))  # is around attention
