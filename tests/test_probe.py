@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import training.step
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
@@ -241,15 +242,21 @@ def test_a_run_writes_its_gauges_at_the_probes_steps_and_they_change_no_bit_of_i
     assert_same_run(x, tmp_path / "without")
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before_it(small_run, tmp_path, monkeypatch):
-    """The weights, and the random state: else the search would draw other dropout than the step."""
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before_it(
+    ahead, small_run, tmp_path, monkeypatch
+):
+    """The weights, and the random state: else the search would draw other dropout than the step. A run that hears of it
+    late logs no step after it."""
+    monkeypatch.setitem(training.step.AHEAD, "cpu", ahead)
     states, search = [], probe.search
     monkeypatch.setattr(probe, "search", lambda step, batch, rng: states.append(rng) or search(step, batch, rng))
-    typed = "break_it=no_max break_it.score_gain=1e6 probe.every=100 steps=3 attention.dropout_p=0.1"
-    said = small_run(typed, code=1).out
-    folder = tmp_path / "x-BROKEN-no_max+gain_1e+06"
+    rate = "optimizer.lr=1e30 optimizer.warmup_steps=0"
+    said = small_run(f"{rate} probe.every=100 steps=9 attention.dropout_p=0.1", code=1).out
+    folder = tmp_path / "x"
     assert "probe: layer 0, head" in said
     assert "key tile 0" in said
+    assert [record["step"] for record in records(folder)] == [1, 2]
     (fault,) = (folder / "faults").iterdir()
     assert f"replay={fault}" in said
     kept = load_file(fault / "training.safetensors")

@@ -100,24 +100,16 @@ def test_a_second_signal_kills(start, whole, tmp_path):
     assert process.wait(HANGS) == -signal.SIGINT
 
 
-def test_an_evaluation_that_a_signal_ended_is_made_by_the_resumed_run(small_run, tmp_path):
-    """The evaluation of step 4 was cut short, as state.json says. What was probed before it is not probed again."""
-    small_run("steps=4 eval_every=100 checkpoint_every=4 probe.every=4")
-    state = last(tmp_path / "x") / "state.json"
-    state.write_text(state.read_text().replace('"unfinished": false', '"unfinished": true'))
-    small_run("resume=auto steps=6 eval_every=4 probe.every=4")
-    assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 4, 6]
-    assert [record["step"] for record in records(tmp_path / "x", "max_score")] == [4, 6]
-
-
 def test_a_signal_during_an_evaluation_saves_the_step_and_the_evaluation_comes_later(small_run, tmp_path, monkeypatch):
+    """What was probed before it is not probed again."""
     once, loss_of = iter([signal.SIGINT]), TrainStep.loss_of
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "loss_of", lambda *args: (*map(signal.raise_signal, once), loss_of(*args))[-1])
-        small_run("steps=8 eval_every=4 checkpoint_every=100", code=130)
+        small_run("steps=8 eval_every=4 checkpoint_every=100 probe.every=4", code=130)
     assert load_checkpoint(last(tmp_path / "x")).step == 4
-    small_run("resume=auto steps=8 eval_every=4")
-    assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 8]
+    small_run("resume=auto steps=8 eval_every=4 probe.every=4")
+    for key in ("val_loss", "max_score"):
+        assert [record["step"] for record in records(tmp_path / "x", key)] == [4, 8], key
 
 
 def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_deleted(small_run, tmp_path):
@@ -198,14 +190,11 @@ def test_what_contradicts_a_resumed_run_is_refused(small_run, call, tmp_path, ty
     assert read_metrics(tmp_path / "x" / "metrics.jsonl") == before
 
 
-def test_a_resumed_run_goes_on_with_its_minutes_and_says_where_it_is_and_what_it_will_do(small_run, tmp_path):
+def test_a_resumed_run_goes_on_with_its_minutes(small_run, tmp_path):
     small_run("steps=2 max_minutes=5 optimizer.warmup_steps=1")
     state = last(tmp_path / "x") / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 180.0}))
-    first = small_run("resume=auto steps=4 max_minutes=7").out.splitlines()[:6]
-    assert any(
-        all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate", "where it was")) for line in first
-    ), first
+    small_run("resume=auto steps=4 max_minutes=7")
     assert records(tmp_path / "x", "val_loss")[-1]["seconds"] > 180
 
 
