@@ -120,11 +120,8 @@ def test_the_place_follows_the_clock_where_that_is_further_and_is_at_the_end_whe
     assert places[60] == pytest.approx(100, rel=0.02)  # no jump after the warm-up
     assert places[62] < 2000
     assert places[-1] == 100000
-
-
-def test_a_clock_in_a_warm_up_longer_than_the_run_is_at_its_end():
-    cfg = composed("steps=50", "optimizer.warmup_steps=100", "max_minutes=10")
-    assert cfg.schedule_step(40, 110) == 50
+    short = composed("steps=50", "optimizer.warmup_steps=100", "max_minutes=10")
+    assert short.schedule_step(40, 110) == 50  # in a warm-up longer than the run
 
 
 def test_a_warm_up_by_count_does_not_shorten_the_decay():

@@ -217,9 +217,3 @@ def test_validation_windows_begin_at_multiples_of_a_stride_so_their_last_tokens_
         assert len(x[:, -stride:].unique()) == len(x) * stride
         assert N - 1 - T - x[-1, 0] < 2 * stride
     assert torch.equal(validation(4, T, 10 * T, stride=T), validation(4, T, 10 * T))
-
-
-def test_validation_reads_a_window_whose_last_target_is_the_texts_last_token():
-    for count in (1, 3):
-        (batch,) = validation_batches(np.arange(count * T + 1), STARTS, 4, T, 10**9)
-        assert batch.y.flatten().tolist() == [*range(1, count * T + 1)]

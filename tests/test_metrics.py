@@ -44,28 +44,22 @@ def test_a_resumed_run_has_no_row_and_no_sample_of_later_steps_nor_half_a_line(t
     for step in range(1, 6):
         log_step(run, step)
         run.sample(step, f"{step} =====\nend")
-    run.log({"step": 3, "val_loss": 1.25, "val_bits_per_byte": 1.0, "seconds": 1.0})
+    assert run.best == (math.inf, 0)
+    for step, loss in enumerate((math.nan, 3.0, 1.25, 1.25, math.nan), 1):
+        run.log({"step": step, "val_loss": loss, "val_bits_per_byte": 1.0, "seconds": 1.0})
     run.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
     again = Metrics(tmp_path, 100, resume_step=3)
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3]
-    assert again.best == (1.25, 3)
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 1, 2, 3]
+    assert run.best == again.best == (1.25, 3)  # never NaN, and the earliest of several
     text = (tmp_path / "samples.txt").read_text()
     assert "3 = = = = =\nend" in text
     assert text.count("end") == 3
     log_step(again, 4)
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 7
     Metrics(tmp_path, 100)
     assert not read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_the_best_validation_loss_is_never_nan_and_the_earliest_of_several(tmp_path):
-    run = Metrics(tmp_path, 100)
-    assert run.best == (math.inf, 0)
-    for step, loss in enumerate((math.nan, 3.0, 2.0, 2.0, math.nan)):
-        run.note({"step": step, "val_loss": loss})
-    assert run.best == (2.0, 2)
 
 
 def test_a_rank_that_does_not_write_writes_nothing(tmp_path):

@@ -103,12 +103,6 @@ def test_what_is_no_text_is_one_line_with_its_place(make, tmp_path, name):
     assert str(tmp_path / name) in refusal(make, tmp_path / name)
 
 
-def test_a_picture_is_binary_and_nothing_is_said_about_encodings(make, tmp_path):
-    """The advice was iconv."""
-    write(tmp_path, {"a.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"})
-    assert refusal(make, tmp_path / "a.png").endswith("/a.png has a zero byte, so it is binary: leave it out")
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_standard_input_is_kept_for_a_resumed_run_for_each_job_and_for_each_rank(tmp_path, monkeypatch, capsys, ranks):
     """Each rank read it, so all but one found it empty, and each said so."""
