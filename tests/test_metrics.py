@@ -43,7 +43,7 @@ def test_a_resumed_run_has_no_row_and_no_sample_of_later_steps_nor_half_a_line(t
     run = Metrics(tmp_path, 100, resume_step=0)
     for step in range(1, 6):
         log_step(run, step)
-        run.sample(step, f"{step} =====\nend")
+        run.sample(step, f"{step} =====\r\nend")
     assert run.best == (math.inf, 0)
     for step, loss in enumerate((math.nan, 3.0, 1.25, 1.25, math.nan), 1):
         run.log({"step": step, "val_loss": loss, "val_bits_per_byte": 1.0, "seconds": 1.0})
@@ -53,9 +53,9 @@ def test_a_resumed_run_has_no_row_and_no_sample_of_later_steps_nor_half_a_line(t
     again = Metrics(tmp_path, 100, resume_step=3)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 1, 2, 3]
     assert run.best == again.best == (1.25, 3)  # never NaN, and the earliest of several
-    text = (tmp_path / "samples.txt").read_text()
-    assert "3 = = = = =\nend" in text
-    assert text.count("end") == 3
+    text = (tmp_path / "samples.txt").read_bytes()
+    assert b"3 = = = = =\r\nend" in text
+    assert text.count(b"end") == 3
     log_step(again, 4)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 7
     Metrics(tmp_path, 100)

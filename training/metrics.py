@@ -66,7 +66,7 @@ class Metrics:
         for record in kept:
             self.note(record)
         if samples.exists():
-            parts = samples.read_text(encoding="utf-8").split("=====\n")[1:]
+            parts = samples.read_bytes().decode().split("=====\n")[1:]  # read_text() would change a sample's \r
             replace(samples, "".join(f"=====\n{part}" for part in parts if int(part.split("\n")[0]) <= step))
 
     @property

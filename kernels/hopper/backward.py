@@ -416,8 +416,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
-    c = opaque(C) if how.D == 128 else C
-    k_c, v_c = as_matrix(shared.k.index(c), how.KEYS, how), as_matrix(shared.v.index(c), how.KEYS, how)
+    k_c, v_c = as_matrix(shared.k.index(opaque(C)), how.KEYS, how), as_matrix(shared.v.index(C), how.KEYS, how)
     wait_turn(C, how, 10)
     mbarrier.wait(shared.q_full.index(place), phase)
     s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
@@ -481,7 +480,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
 @gluon.jit
 def opaque(x: gl.constexpr):
     """x, but the compiler does not know that it is the same in each step. Else it keeps what it computes from x, the
-    addresses of k and v, in 32 registers all the time, and has to move others to memory."""
+    addresses of k's slices, in 32 registers all the time, and has to move others to memory."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -517,7 +516,7 @@ def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_c = gl.zeros([64, 64], gl.float32, layout)
     for c in gl.static_range(2):
-        ds, k_c = shared.ds.index((count & 1) * 2 + c), shared.k.index(c)
+        ds, k_c = shared.ds.index((count & 1) * 2 + c), shared.k.index(opaque(c))
         # A tile of 128 columns lies in shared memory as two of 64.
         if how.D == 128:
             k_c = halves(k_c).index(C)
