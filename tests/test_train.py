@@ -127,7 +127,7 @@ def test_the_rates_clock_begins_after_the_first_step_and_a_run_of_few_steps_says
     said = small_run("steps=1000000 max_minutes=0.05 optimizer.warmup_steps=100000").out
     rates = [row["lr"] for row in records(tmp_path / "x")]
     assert rates[1] < 0.3 * max(rates)
-    assert re.search(r"only \d+ steps fit", said)
+    assert re.search(r"\d+ steps fit", said)
 
 
 def test_the_scale_of_fp16_is_logged_and_the_loss_is_not_scaled(small_run, tmp_path):

@@ -380,7 +380,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
     head = (task.begin + n) * how.G
-    for part in gl.static_range(2):  # the tiles that the mask cuts, then the others; nth_tile() may count down
+    for part in gl.static_range(2):  # masked tiles come first; last, where nth_tile() counts down
         low, high = (first, whole) if (part == 0) == (how.G == 1) else (whole, stop)
         for x in range(high - low):
             t = nth_tile(x, low, high, how)
