@@ -196,7 +196,6 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> 
     values = problem._asdict() | {
         "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
         "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
-        "blocks": None if blocks is None else blocks.contiguous(),
         "block_columns": 0 if blocks is None else blocks.shape[1],
         "visits": table, "visits_b": 0 if table is None or len(table) == 1 else table.stride(0),
         "visits_n": 0 if table is None else table.shape[2], "scale2": problem.scale * math.log2(math.e),
