@@ -15,6 +15,7 @@ from tests.reference import Case, assert_float64_right, oracle, visible
 from tests.runs import assert_same_run, records
 from training import probe
 from training.probe import LIMIT, Call, find, first_bad, gauges, reading, record
+from training.step import TrainStep
 
 SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64, vocab_size=50, dropout_p=0.0)
 TILED, NAIVE = AttentionConfig("tiled", 16, 16), AttentionConfig("naive", 16, 16)
@@ -249,8 +250,8 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before
     """The weights, and the random state: else the search would draw other dropout than the step. A run that hears of it
     late logs no step after it."""
     monkeypatch.setitem(training.step.AHEAD, "cpu", ahead)
-    states, search = [], probe.search
-    monkeypatch.setattr(probe, "search", lambda step, batch, rng: states.append(rng) or search(step, batch, rng))
+    before, call = [], TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *step: before.append(torch.get_rng_state()) or call(*step))
     rate = "optimizer.lr=1e30 optimizer.warmup_steps=0"
     said = small_run(f"{rate} probe.every=100 steps=9 attention.dropout_p=0.1", code=1).out
     folder = tmp_path / "x"
@@ -261,4 +262,4 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before
     assert f"replay={fault}" in said
     kept = load_file(fault / "training.safetensors")
     assert kept["batch.x"].shape == kept["batch.y"].shape == (4, 32)
-    assert torch.equal(kept["rng.cpu"], states[0]["rng.cpu"])
+    assert torch.equal(kept["rng.cpu"], before[1])
