@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import decode, launch
-from kernels.hopper.backward import DQ_FIRST, launch_backward
+from kernels.hopper.backward import DQ_FIRST_FROM, launch_backward
 from kernels.hopper.forward import launch_forward
 from kernels.loss import loss_in_place
 from kernels.problem import Problem
@@ -97,7 +97,8 @@ def hopper_forward(dtype: str, D: int) -> None:
 def hopper_backward(dtype: str, D: int) -> None:
     """Without dropout and with it; with a key head for each query head; with D = 128, also of many keys."""
     q, lse = empty(1, 4, 500, D, dtype=dtype), empty(1, 4, 500)
-    for H_kv, T_k, more in ((2, 500, {}), (2, 500, DROPOUT), (4, 500, {}), (4, DQ_FIRST, {}))[: 4 if D == 128 else 3]:
+    calls = (2, 500, {}), (2, 500, DROPOUT), (4, 500, {}), (4, DQ_FIRST_FROM, {})
+    for H_kv, T_k, more in calls[: 4 if D == 128 else 3]:
         k = empty(1, H_kv, T_k, D, dtype=dtype)
         launch_backward(q, k, k, q, lse, q, lse, q, k, k, PLAIN._replace(T_k=T_k, **more))
 

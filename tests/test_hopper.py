@@ -126,7 +126,7 @@ def test_no_order_of_jobs_and_copies_changes_a_bit(compute, case):
 @pytest.mark.slow
 def test_no_bit_depends_on_whether_dq_or_dk_comes_first(monkeypatch):
     first = backward(BACKWARD[1])
-    monkeypatch.setattr(on_cpu("backward"), "DQ_FIRST", 0)
+    monkeypatch.setattr(on_cpu("backward"), "DQ_FIRST_FROM", 0)
     for seed in range(7):
         assert same(backward(BACKWARD[1], seed), first)
 

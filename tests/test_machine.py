@@ -42,7 +42,10 @@ def test_a_table_of_runs_has_the_best_first_and_what_was_typed(call, small, tmp_
     for name, lr in (("0", "1e-9"), ("1", "1e-2")):
         call(train, *small, f"runs={folder}", f"name={name}", "steps=4", f"optimizer.lr={lr}")
     call(train, "resume=0", f"runs={folder}", "name=2", "steps=5")
+    (folder / "3").mkdir()  # stopped before its first evaluation
+    (folder / "3" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "3" / "typed.txt").write_text("")
     command = [sys.executable, "-m", "training.runs", str(folder)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[0] for line in said[1:]] == ["1", "0", "2"]
+    assert [line.split()[0] for line in said[1:]] == ["1", "0", "2", "3"]
     assert said[1].endswith("optimizer.lr=1e-2")

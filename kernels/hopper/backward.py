@@ -48,6 +48,7 @@ from kernels.hopper.forward import (
     as_matrix,
     as_operand,
     barriers,
+    in_sections,
     in_tiles,
     pass_turn,
     philox,
@@ -63,8 +64,8 @@ KEYS = 64  # of one consumer
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
 LATE = {64: True, 128: False}
-SECTION = gl.constexpr(4)  # key heads that are computed at the same time, if they have several query heads. Measured.
-DQ_FIRST = 2**15  # keys from which on dq comes before dk at D 128. Measured: 4 % faster at 65,536, 1 % slower at 16,384
+SECTION = gl.constexpr(4)  # key heads that are computed at the same time, if they have several query heads: measured
+DQ_FIRST_FROM = 2**15  # keys, at D 128: 4 % faster at 65,536, 1 % slower at 16,384 (docs/findings.md, 53)
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -128,7 +129,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
-            how(D, G, D == 128 and G == 1 and T_k >= DQ_FIRST, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, D == 128 and G == 1 and T_k >= DQ_FIRST_FROM, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(N * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
@@ -234,9 +235,7 @@ def item_at(item, task, how: gl.constexpr):
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        begin = item // (per_head * SECTION) * SECTION
-        heads = gl.minimum(SECTION, task.N - begin)  # the last section may have fewer
-        n, tile = begin + (item - begin * per_head) % heads, (item - begin * per_head) // heads
+        n, tile = in_sections(item, per_head, SECTION, task.N)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:

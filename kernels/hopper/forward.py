@@ -62,7 +62,7 @@ class How:
     DROPOUT: gl.constexpr
 
 
-# What to compute, in the words of kernels/flash.py. In place of a tensor that How says is not needed: any other.
+# What to compute, in the words of kernels/flash.py. In place of a tensor that is not needed, as How says: any other.
 #     N          B * H
 #     section    heads that are computed at the same time: group_at()
 #     visits     (B, tiles of queries, 4): visit_ranges() of kernels/visits.py
@@ -188,16 +188,23 @@ def groups_of(task, how: gl.constexpr):
 
 
 @gluon.jit
+def in_sections(item, per_head, section, N):
+    """The head of an item, and its place among the per_head items of that head. Items come in sections of heads, and in
+    a section the first of each head come first, then the second ones."""
+    begin = item // (per_head * section) * section
+    heads = gl.minimum(section, N - begin)  # the last section may have fewer
+    item -= begin * per_head
+    return begin + item % heads, item // heads
+
+
+@gluon.jit
 def group_at(group, task, how: gl.constexpr):
     """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Groups come in
     sections of heads. In a section the last rows of each head come first, because they see the most keys: while a
     program computed a long group at the end, the others would have nothing left to do."""
     per_head = gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
-    first = group // (per_head * task.section) * task.section
-    heads = gl.minimum(task.section, task.N - first)  # the last section may have fewer
-    place = group - first * per_head
-    n = first + place % heads
-    row0 = (per_head - 1 - place // heads) * (how.CONSUMERS * how.ROWS)
+    n, place = in_sections(group, per_head, task.section, task.N)
+    row0 = (per_head - 1 - place) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
     start, _, _, stop = key_tiles(b, row0, task, how)
     for c in gl.static_range(1, how.CONSUMERS):
@@ -464,7 +471,7 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
-        # Four bytes at a time: a byte is at least the threshold if most of three things are so. Its upper bit is 1; its
+        # Four bytes at a time: a byte is at least the threshold if at least two of three hold. Its upper bit is 1; its
         # other bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         zero = (task.threshold >> 7).to(gl.uint32) - 1
