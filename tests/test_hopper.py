@@ -110,7 +110,7 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
 FORWARD = [Case(400, D=64, B=1, H_kv=1), Case(456, 2120, D=64, B=1, H=1), Case(260, D=128, B=1)]
 FORWARD += [Case(500, D=64, B=1, H=1, window=70)]
 BACKWARD = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2)]
-BACKWARD += [replace(case, dropout_p=0.1) for case in BACKWARD]
+BACKWARD += [replace(case, dropout_p=0.1) for case in BACKWARD] + [Case(150, 330, D=128, B=1, H=2, H_kv=1)]
 ORDERS = [(forward, case) for case in FORWARD] + [(backward, case) for case in BACKWARD]
 
 
@@ -121,14 +121,6 @@ def test_no_order_of_jobs_and_copies_changes_a_bit(compute, case):
     first = compute(case)
     for seed in range(1, 8):
         assert same(compute(case, seed), first)
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_whether_dq_or_dk_comes_first(monkeypatch):
-    first = backward(BACKWARD[1])
-    monkeypatch.setattr(on_cpu("backward"), "DQ_FIRST_FROM", 0)
-    for seed in range(7):
-        assert same(backward(BACKWARD[1], seed), first)
 
 
 FREES = Case(640, D=64, B=1, H_kv=1)

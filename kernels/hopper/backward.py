@@ -65,7 +65,6 @@ BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(4)  # key heads that are computed at the same time, if they have several query heads: measured
-DQ_FIRST_FROM = 2**15  # keys, at D 128: 4 % faster at 65,536, 1 % slower at 16,384 (docs/findings.md, 53)
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -78,7 +77,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
-    DQ_FIRST: gl.constexpr  # whether dq is handed over while dk is computed. LATE does, too
+    DQ_FIRST: gl.constexpr  # whether dq is handed over while dk is computed
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
@@ -129,7 +128,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
-            how(D, G, D == 128 and G == 1 and T_k >= DQ_FIRST_FROM, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(N * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
@@ -140,8 +139,8 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, G: int, dq_first: bool, causal: bool, dropout: bool) -> How:
-    turns = 2 if LATE[D] and not dropout else 0  # where they were faster
+def how(D: int, G: int, causal: bool, dropout: bool) -> How:
+    dq_first, turns = LATE[D] or G == 1, 2 if LATE[D] and not dropout else 0  # where they were faster
     return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], dq_first, turns, causal, dropout)))
 
 
@@ -456,7 +455,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         if not how.DQ_FIRST:
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
-    if how.LATE or how.DQ_FIRST:
+    if how.DQ_FIRST:
         done = count - 1 if how.LATE else count
         dq_c = start_dq(done, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
@@ -495,7 +494,7 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     may wait for it."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
-    if how.LATE or how.DQ_FIRST:
+    if how.DQ_FIRST:
         await_place(count, shared, C)
     place = (count & 1) * 2 + C
     # (64, 64) as (16, 256), with the four numbers that a thread has in a row beside each other. Then it stores all four
