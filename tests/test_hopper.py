@@ -59,7 +59,7 @@ VALUES = [
     Case(97, 150, B=1, D=64, causal=False, dropout_p=0.3), Case(300, B=1, H=1, D=64, window=70),
     Case(200, B=2, H=1, D=128, documents=(140, 0, 60)),
     Case(128, 129, B=1, H=1, D=64, window=2),  # only the last row sees a key of the last tile
-    Case(70, B=2, H=6, H_kv=3, D=64, dropout_p=0.2),  # the backward's second section has fewer heads
+    Case(70, B=2, H=6, H_kv=3, D=64, dropout_p=0.2),
 ]  # fmt: skip
 
 
@@ -97,11 +97,12 @@ def test_a_section_begins_with_the_rows_that_see_the_most_keys():
     assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
 
 
-def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
-    """In tiles of 128 queries the sums of two query heads of 70 rows are 2 * 128 * 64 numbers."""
-    case = Case(70, B=2, H=6, H_kv=3, D=64)
+@pytest.mark.parametrize(("limit", "value"), [("SUMS_BYTES", 4 * (4 * 2 * 256 * 64)), ("SECTION", 8)])
+def test_heads_that_are_not_computed_at_once_take_turns(limit, value, monkeypatch):
+    """Four key heads, then two. Each has two tiles of keys, and 2 * 256 * 64 sums of its two query heads."""
+    case = Case(200, B=2, H=6, H_kv=3, D=64)
     whole = backward(case)
-    monkeypatch.setattr(on_cpu("backward"), "SUMS_BYTES", 4 * (4 * 2 * 128 * 64))  # of four of the six key heads
+    monkeypatch.setattr(on_cpu("backward"), limit, value)
     assert same(backward(case), whole)
 
 

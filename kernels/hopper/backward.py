@@ -64,7 +64,7 @@ KEYS = 64  # of one consumer
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
 LATE = {64: True, 128: False}
-SECTION = gl.constexpr(4)  # key heads that are computed at the same time, if they have several query heads: measured
+SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if grouped. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -234,7 +234,7 @@ def item_at(item, task, how: gl.constexpr):
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        n, tile = in_sections(item, per_head, SECTION, task.N)
+        n, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
