@@ -83,7 +83,7 @@ TABLE = {
         ("Hopper does not rescale l", "l * alpha + gl.sum(p, 1)", "l + gl.sum(p, 1)", "hopper")],
     "kernels/hopper/backward.py": [
         ("dq of a later launch goes to wrong heads", "begin * G, H, T, blind_rows", "begin, H, T, blind_rows",
-         "hopper::test_heads_whose_sums_do_not_fit_at_once_take_turns"),
+         "hopper::test_heads_that_are_not_computed_at_once_take_turns"),
         ("no adder waits for its turn", "while acquired(added) != before:", "while False:",
          "hopper::test_no_order_of_jobs_and_copies_changes_a_bit slow")],
     "training/step.py": [
