@@ -57,7 +57,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
     if "stale_seed" in problem.broken and problem.seed is not None:
         problem = problem._replace(seed=problem.seed + 1)
     with torch.cuda.device_of(q):
-        if hopper(q, problem) and problem.window is None and problem.documents is None:
+        if hopper(q, problem, ON_HOPPER - {"window", "documents"}):
             from kernels.hopper.backward import launch_backward
 
             launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)
@@ -148,17 +148,17 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
-# The fields of a Problem that kernels/hopper/ computes. The backward has no window and no documents.
+# The fields of a Problem that the forward of kernels/hopper/ computes. Any other that is set goes to kernels/flash.py.
 ON_HOPPER = {"T", "T_k", "causal", "window", "documents", "block_size", "scale", "seed", "dropout_p", "broken"}
 
 
-def hopper(q: Tensor, problem: Problem) -> bool:
-    """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of ON_HOPPER alone."""
+def hopper(q: Tensor, problem: Problem, computed: set[str] = ON_HOPPER) -> bool:
+    """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of `computed` alone."""
     if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
         return False
     # With dropout and a narrow window kernels/flash.py is faster.
     narrow = problem.seed is not None and problem.window is not None and problem.window < 512
-    others = (value for name, value in problem._asdict().items() if name not in ON_HOPPER)
+    others = (value for name, value in problem._asdict().items() if name not in computed)
     return all(value is None for value in others) and not problem.broken and not narrow
 
 

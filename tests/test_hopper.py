@@ -91,7 +91,7 @@ def test_each_row_is_computed_however_many_heads_a_section_has(heads, monkeypatc
 def test_a_section_begins_with_the_rows_that_see_the_most_keys():
     """Of three heads of 600 rows, in sections of two heads, by consumers of 64 rows: 256 in a group."""
     module = on_cpu("forward")
-    how = module.how(64, 64, 4, 4, False, True, False, False, False)
+    how = module.how(64, 64, 4, 4, False, True, False, True, False)
     task = SimpleNamespace(N=3, section=2, H=3, T=600, T_k=600, at_most=0)
     found = [module.group_at(group, task, how)[2:4] for group in range(9)]
     assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
@@ -129,14 +129,14 @@ FREES = Case(640, D=64, B=1, H_kv=1)
 WAITS = {
     # A consumer that frees a tile without waiting for it takes the next one for there while it still comes.
     "tile": (FREES, "mbarrier.wait(shared.v_full.index(place), phase)", "pass"),
-    "q": (FREES, "mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)", "pass"),
-    "group": (FREES, "mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)", "pass"),
+    "q": (FREES, "mbarrier.wait(shared.q_free.index(c), nth & 1 ^ 1)", "pass"),
+    "group": (FREES, "mbarrier.wait(shared.taken_full.index(nth & 1), nth // 2 & 1)", "pass"),
     "o": (FREES, "tma.store_wait(0)  # until the previous o has left its place", "pass"),
     "product": (FREES, "s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
     # An adder that does not wait for its turn, or that passes it on before its sums are in memory.
     "turn": (BACKWARD[0], "while acquired(added) != before:", "while False:"),
     "written": (BACKWARD[0], "wait_written()\n", "pass\n"),
-    "kv": (BACKWARD[0], "mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)", "pass"),
+    "kv": (BACKWARD[0], "mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)", "pass"),
     "ds": (BACKWARD[0], "if how.LATE and not how.DROPOUT:\n        mbarrier", "if False:\n        mbarrier"),
     "drawn": (BACKWARD[2], "if how.LATE:\n            mbarrier.wait(", "if False:\n            mbarrier.wait("),
     "ds_full": (BACKWARD[0], "mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)", "pass"),

@@ -1,6 +1,7 @@
 """The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read forward.py first, for its machinery.
 
-Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size. n = b*H + h,
+and kv is a key head, counted from the first of a launch.
     q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
 
 The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
@@ -62,7 +63,8 @@ from kernels.problem import Problem
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
-# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured.
+# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured, as
+# DQ_FIRST. So there are three orders in step(): LATE and DQ_FIRST; with D = 128 DQ_FIRST if G = 1, else neither.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if grouped. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
@@ -105,8 +107,8 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
-    keep_scale, doubled = 256 / (256 - threshold), 2.0 if dropout else 1.0  # 2.0: step() computes 2 ds
-    scale = problem.scale * keep_scale / doubled  # of dq and dk
+    keep_scale, doubled = 256 / (256 - threshold), 2.0 if dropout else 1.0
+    scale = problem.scale * keep_scale / doubled  # of dq and dk: with dropout, step() computes 2 ds
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
     row_terms_kernel[(B * H * tiles,)](
@@ -169,8 +171,8 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["begin", "H", "T", "blind_rows"])
 def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq = sums * scale, rounded to its dtype; 0 in the first `blind_rows` rows. A program computes half of a tile. The
-    sums are those of the heads from n = begin on."""
+    """dq = sums * scale, rounded to its dtype; 0 in the first `blind_rows` rows. The sums are those of the heads from
+    n = begin on. A program computes half of a tile, (64, 64): half of its rows at D = 64, of its columns at D = 128."""
     halves = 2 * tl.cdiv(T, ROWS)
     n, half = tl.program_id(0) // halves, tl.program_id(0) % halves
     x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
@@ -203,8 +205,8 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, T, 
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 2 * how.BLOCK_M], terms.layout),
         gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], rows),
         gl.allocate_shared_memory(gl.float32, [4, 1, 1, 16, 256], sums.layout),
-        barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),
-        barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),
+        barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),  # full: kv, q, do, ds, dq
+        barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),  # free: the same
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1), barriers(2, 4),
     )  # fmt: skip
@@ -226,15 +228,14 @@ def items_of(task, how: gl.constexpr):
 
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
-    """The key head (counted from task.begin) and the number of a tile of keys; the first tile of queries that sees it,
-    the first that the mask does not cut, and the number of all. The last keys of a head come first: they have the
-    fewest tiles of queries, so the tiles of keys that add after them seldom wait. With several query heads, whose q and
-    do would not fit the L2 cache, all tiles of keys visit the same queries at the same time; the first keys, which have
-    the most tiles of queries, come first."""
+    """kv and a tile of keys; the first tile of queries that sees it, the first that the mask does not cut, and how many
+    there are. The last keys of a head come first: they have the fewest tiles of queries, so the tiles of keys that add
+    after them seldom wait. With several query heads, whose q and do would not fit the L2 cache, all tiles of keys visit
+    the same queries at the same time; the first keys, which have the most, come first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
-    n, tile = item // per_head, per_head - 1 - item % per_head
+    kv, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        n, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
+        kv, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
@@ -242,7 +243,7 @@ def item_at(item, task, how: gl.constexpr):
         first = gl.maximum(low, 0) // how.BLOCK_M
         whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
     whole = gl.where((tile + 1) * (2 * how.KEYS) > task.T_k, stop, whole)
-    return n, tile, first, whole, stop
+    return kv, tile, first, whole, stop
 
 
 @gluon.jit
@@ -252,10 +253,10 @@ def nth_tile(x, first, stop, how: gl.constexpr):
 
 
 @gluon.jit
-def head_at(n, task, how: gl.constexpr):
+def head_at(kv, task, how: gl.constexpr):
     """b and h_kv of a key head."""
     H_kv = task.H // how.G
-    return (task.begin + n) // H_kv, (task.begin + n) % H_kv
+    return (task.begin + kv) // H_kv, (task.begin + kv) % H_kv
 
 
 @gluon.jit
@@ -263,13 +264,13 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     """Takes one tile of keys after the other until there are no more, tells the other jobs, and copies the tiles of k,
     v, q and do as they free the places."""
     count = 0  # of tiles of queries, over all tiles of keys
-    turn = 0
+    nth = 0  # of the tiles of keys that this program takes
     item = gl.atomic_add(counters, 1)
-    tell(shared, turn, item)
+    tell(shared, nth, item)
     while item < items_of(task, how):
-        n, tile, first, _, stop = item_at(item, task, how)
-        b, h_kv = head_at(n, task, how)
-        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
+        kv, tile, first, _, stop = item_at(item, task, how)
+        b, h_kv = head_at(kv, task, how)
+        mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
         for c in gl.static_range(2):
             row = (2 * tile + c) * how.KEYS
@@ -291,25 +292,25 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
                 count += 1
         # Not earlier: other programs may already wait for the sums of the tile that is taken here.
         item = gl.atomic_add(counters, 1)
-        turn += 1
-        tell(shared, turn, item)
+        nth += 1
+        tell(shared, nth, item)
 
 
 @gluon.jit
-def tell(shared, turn, item):
-    """The producer writes the number of the turn's tile of keys: each thread to its own place. The first is read."""
-    mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
-    shared.taken.index(turn & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
+def tell(shared, nth, item):
+    """The producer writes the number of the nth tile of keys: each thread to its own place. The first is read."""
+    mbarrier.wait(shared.taken_free.index(nth & 1), nth >> 1 & 1 ^ 1)
+    shared.taken.index(nth & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
 
 
 @gluon.jit
-def told(shared, turn, WARPS: gl.constexpr):
+def told(shared, nth, WARPS: gl.constexpr):
     """Another job, of WARPS warps, reads that number."""
-    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
-    item = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    mbarrier.wait(shared.taken_full.index(nth & 1), nth >> 1 & 1)
+    item = gl.max(shared.taken.index(nth & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     all_threads()  # have read it
-    mbarrier.arrive(shared.taken_free.index(turn & 1), count=1)
+    mbarrier.arrive(shared.taken_free.index(nth & 1), count=1)
     return item
 
 
@@ -317,10 +318,10 @@ def told(shared, turn, WARPS: gl.constexpr):
 def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     """Adds the C-th consumer's halves of dq to the sums, each at its turn."""
     count = 0
-    turn = 0
-    item = told(shared, turn, 1)
+    nth = 0  # of the tiles of keys that this program takes
+    item = told(shared, nth, 1)
     while item < items_of(task, how):
-        n, tile, first, _, stop = item_at(item, task, how)
+        kv, tile, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
             t = nth_tile(x, first, stop, how)
             before = tile  # how many tiles of keys add to tile t before this one
@@ -330,7 +331,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
                 before = last - tile
             for g in range(how.G):
-                half = ((n * how.G + g) * stop + t) * 2 + C
+                half = ((kv * how.G + g) * stop + t) * 2 + C
                 added = counters + (1 + half)
                 place = (count & 1) * 2 + C
                 while acquired(added) != before:
@@ -346,45 +347,45 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                 all_threads()
                 gl.atomic_add(added, 1, sem="release")
                 count += 1
-        turn += 1
-        item = told(shared, turn, 1)
+        nth += 1
+        item = told(shared, nth, 1)
 
 
 @gluon.jit
 def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
     """Steps 8 to 12 for the C-th half of each tile of keys that the producer takes."""
     count = 0  # of tiles of queries, over all tiles of keys
-    turn = 0
+    nth = 0  # of the tiles of keys that this program takes
     seed = gl.load(task.seed) if how.DROPOUT else 0
-    item = told(shared, turn, 4)
+    item = told(shared, nth, 4)
     if C == 1:
-        pass_turn(C, how, 10)  # the first turn is consumer 0's
+        pass_turn(C, how)  # the first turn is consumer 0's
     while item < items_of(task, how):
-        count = gradients(count, item, turn & 1, shared, dk, dv, task, seed, how, C)
-        turn += 1
-        item = told(shared, turn, 4)
+        count = gradients(count, item, nth & 1, shared, dk, dv, task, seed, how, C)
+        nth += 1
+        item = told(shared, nth, 4)
     if C == 0:
-        wait_turn(C, how, 10)  # nobody else takes the last turn
+        wait_turn(C, how)  # nobody else takes the last turn
 
 
 @gluon.jit
 def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of kv_full. Returns the new count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    n, tile, first, whole, stop = item_at(item, task, how)
+    kv, tile, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    head = (task.begin + n) * how.G
-    for part in gl.static_range(2):  # masked tiles come first; last, where nth_tile() counts down
-        low, high = (first, whole) if (part == 0) == (how.G == 1) else (whole, stop)
+    head = (task.begin + kv) * how.G
+    for part in gl.static_range(2):  # masked tiles are part 0, or part 1 where nth_tile() counts down
+        low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
         for x in range(high - low):
             t = nth_tile(x, low, high, how)
             for g in range(how.G):
                 dk_c, dv_c = step(dk_c, dv_c, count, begun, head + g, t, column0, shared, task, seed,
-                                  (part == 0) == (how.G == 1), how, C)  # fmt: skip
+                                  part == (how.G > 1), how, C)  # fmt: skip
                 count += 1
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
@@ -395,7 +396,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * task.dk_scale).to(dk.dtype))
     as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * task.dv_scale).to(dv.dtype))
     fence_async_shared()
-    b, h_kv = head_at(n, task, how)
+    b, h_kv = head_at(kv, task, how)
     async_store(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
     async_store(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
@@ -415,7 +416,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
     k_c, v_c = as_matrix(shared.k.index(opaque(C)), how.KEYS, how), as_matrix(shared.v.index(C), how.KEYS, how)
-    wait_turn(C, how, 10)
+    wait_turn(C, how)
     mbarrier.wait(shared.q_full.index(place), phase)
     s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     s = warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -436,7 +437,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
     else:
         dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
-    pass_turn(C, how, 10)
+    pass_turn(C, how)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
     minus_delta = terms.slice(1, 1).load(s_layout)
     if how.DROPOUT:  # 11: 2 ds, because p + |p| is 2 p or 0; the terms have twice -delta
@@ -456,7 +457,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
     if how.DQ_FIRST:
-        done = count - 1 if how.LATE else count
+        done = count - 1 if how.LATE else count  # below begun: its product is for nothing
         dq_c = start_dq(done, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -602,8 +603,8 @@ def halves(x):
 
 @gluon.jit
 def both_consumers():
-    """Waits until the threads of both consumers are here. Barriers 10 and 11 are those of wait_turn()."""
-    wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
+    """Waits until the threads of both consumers are here. Barriers 9 and 10 are those of wait_turn()."""
+    wait: gl.constexpr = "bar.sync 11, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -58,7 +58,7 @@ class How:
     AT_LEAST: gl.constexpr  # these three: whether there is such a rule
     AT_MOST: gl.constexpr
     DOCUMENTS: gl.constexpr
-    RAGGED: gl.constexpr  # the mask may cut more than a consumer's first tile
+    CUT_ONCE: gl.constexpr  # the mask cuts at most the first tile that a consumer visits
     DROPOUT: gl.constexpr
 
 
@@ -111,16 +111,15 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
         B * H, section, H, T, T_k, at_least, at_most,
         lse if documents is None else documents.contiguous(), table, problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
-        how(D, *tiles, window is not None, bounded, documents is not None, not cut_once, dropout),
+        how(D, *tiles, window is not None, bounded, documents is not None, cut_once, dropout),
         num_warps=4, maxnreg=REGISTERS[consumers][0],
     )  # fmt: skip
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, block_n: int, consumers: int, *others) -> How:
-    """others: the fields after REGISTERS."""
+def how(D: int, block_n: int, consumers: int, stages: int, *rules: bool) -> How:
     turns = consumers if consumers == 3 or (consumers == 2 and D == 128) else 0  # where they were faster
-    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, REGISTERS[consumers][1], *others)))
+    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, REGISTERS[consumers][1], stages, *rules)))
 
 
 @cache
@@ -173,8 +172,9 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
 
 @gluon.jit
 def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N barriers in shared memory, each of which completes a phase after COUNT arrivals. A new one is past phase 1: who
-    waits for a NAME_free waits for phase 1 first, so all places begin as free."""
+    """N barriers in shared memory. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ...; a new
+    barrier is past a phase 1. For the c-th use of P places the reader waits for phase c // P & 1 of NAME_full, and the
+    writer for the other phase of NAME_free. So all places begin as free."""
     found = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(found.index(i), count=COUNT)
@@ -242,12 +242,12 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
     """Takes one group after the other until there are no more, tells the consumers, and copies the tiles of q, k and v
     as they free the places. So the next group's tiles are there before this one ends."""
     count = 0  # of tiles of keys, over all groups
-    turn = 0
+    nth = 0  # of the groups that this program takes
     group = gl.program_id(0)
     while group < groups_of(task, how):
         b, h, _, row0, start, stop = group_at(group, task, how)
         for c in gl.static_range(how.CONSUMERS):
-            mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
+            mbarrier.wait(shared.q_free.index(c), nth & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
         for tile in range(stop - start):
             place, phase = count % how.STAGES, count // how.STAGES & 1
@@ -261,9 +261,9 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
         group = gl.num_programs(0) + gl.atomic_add(taken, 1)
         # All consumers have read the number that was here: they have freed the q of that group. Each of the producer's
         # threads writes to a place of its own.
-        shared.taken.index(turn & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
-        turn += 1
+        shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
+        nth += 1
 
 
 @gluon.jit
@@ -277,15 +277,15 @@ def copy(x, b, h, row, full, tile):
 def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
     """Steps 1 to 6 for the C-th tile of queries of each group that the producer takes."""
     count = 0  # of tiles of keys, over all groups
-    turn = 0
+    nth = 0  # of the groups that this program takes
     group = gl.program_id(0)
     if C == how.CONSUMERS - 1:
         pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
-        count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
-        mbarrier.wait(shared.taken_full.index(turn & 1), turn // 2 & 1)
-        group = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        turn += 1
+        count = attend(count, group, nth & 1, shared, o, lse, lse2, task, how, C)
+        mbarrier.wait(shared.taken_full.index(nth & 1), nth // 2 & 1)
+        group = gl.max(shared.taken.index(nth & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        nth += 1
     if C == 0:
         wait_turn(C, how)  # nobody else takes the last turn
     tma.store_wait(0)
@@ -293,14 +293,15 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
-    """Steps 1 to 6 for one tile of queries. phase: of the barrier of q. Returns the new count."""
+    """Steps 1 to 6 for one tile of queries. A turn of the loop starts step 1 of a tile, then step 5 of the one before.
+    phase: of the barrier of q. Returns the new count."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    b, h, n, row0, first, last = group_at(group, task, how)
+    b, h, n, row0, group_start, group_stop = group_at(group, task, how)
     row0 += C * how.ROWS
     i = row0 + gl.arange(0, how.ROWS, gl.SliceLayout(1, s_layout))
     start, whole_start, whole_stop, stop = key_tiles(b, row0, task, how)
-    count = skip(shared, count, last - stop, how, C)  # the last rows of a group see more keys
+    count = skip(shared, count, group_stop - stop, how, C)  # the last rows of a group see more keys
 
     q_i = as_matrix(shared.q.index(C), how.ROWS, how)
     acc = gl.zeros([how.ROWS, how.D], gl.float32, o_layout)
@@ -316,7 +317,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
     # When the next tile's dropout is drawn: before its products begin, or beside its softmax. The faster one was
     # measured. With more to mask, the former has too few registers.
-    early: gl.constexpr = how.D == 128 and not how.RAGGED
+    early: gl.constexpr = how.D == 128 and how.CUT_ONCE
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
@@ -331,7 +332,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
         pass_turn(C, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
-        if how.RAGGED and (tile >= whole_stop or tile < whole_start):
+        if not how.CUT_ONCE and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
         if not early:
@@ -348,7 +349,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     gl.store(lse2 + at, m + gl.log2(l), mask=i < task.T)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
-    count = skip(shared, count + 1, start - first, how, C)  # the first rows of a group may see earlier keys
+    count = skip(shared, count + 1, start - group_start, how, C)  # the first rows of a group may see earlier keys
 
     factor = gl.convert_layout(task.keep_scale / gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
     tma.store_wait(0)  # until the previous o has left its place
@@ -359,19 +360,19 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 
 
 @gluon.jit
-def wait_turn(C: gl.constexpr, how: gl.constexpr, FIRST: gl.constexpr = 9):
+def wait_turn(C: gl.constexpr, how: gl.constexpr):
     """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
-    all compute exponentials. The hardware's barriers from FIRST on are theirs; Triton uses those below 9. 256: the
+    all compute exponentials. The hardware's barriers from 9 on are theirs; Triton uses those below. 256: the
     threads of two consumers, of which one waits. Triton requires a result of assembly."""
     if how.TURNS:
-        wait: gl.constexpr = f"bar.sync {FIRST + C}, 256; mov.b32 $0, $1;"
+        wait: gl.constexpr = f"bar.sync {9 + C}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(C: gl.constexpr, how: gl.constexpr, FIRST: gl.constexpr = 9):
+def pass_turn(C: gl.constexpr, how: gl.constexpr):
     if how.TURNS:
-        arrive: gl.constexpr = f"bar.arrive {FIRST + (C + 1) % how.TURNS}, 256; mov.b32 $0, $1;"
+        arrive: gl.constexpr = f"bar.arrive {9 + (C + 1) % how.TURNS}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -419,7 +420,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     last = gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
     if how.AT_MOST:
         last = gl.minimum(position + task.at_most, last)
-    if how.D == 128 and not how.RAGGED:
+    if how.D == 128 and how.CUT_ONCE:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
         # no faster, and where the mask cuts more it needs too many registers. 0.5, because 0 * inf is NaN.
         reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
@@ -453,6 +454,24 @@ def words_of(n, task, how: gl.constexpr):
         seed = gl.load(task.seed)
         words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     return words
+
+
+# For two elements, in $1: keep in $2 and $3, the same byte in $4 and $5. prmt makes 16 bits of the sign of each byte.
+KEPT = gl.constexpr("""{
+    .reg .b32 mask, byte;
+    mad.lo.u32 byte, $4, 0x1111, 0xcc88;
+    prmt.b32 mask, $2, $3, byte;
+    and.b32 $0, $1, mask;
+}""")
+
+
+# The layout (16, 32) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to 2 of i
+# number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
+LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
+# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: all columns, bit 4 of its rows.
+OWN, LANES4 = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]], [[*lane, 0, 0] for lane in LANES]
+SHARED_OUT = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
 
 
 @gluon.jit
@@ -490,24 +509,6 @@ def drop(p, keep, how: gl.constexpr):
         byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
         p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=False, pack=2)
     return p
-
-
-# For two elements, in $1: keep in $2 and $3, the same byte in $4 and $5. prmt makes 16 bits of the sign of each byte.
-KEPT = gl.constexpr("""{
-    .reg .b32 mask, byte;
-    mad.lo.u32 byte, $4, 0x1111, 0xcc88;
-    prmt.b32 mask, $2, $3, byte;
-    and.b32 $0, $1, mask;
-}""")
-
-
-# The layout (16, 32) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to 2 of i
-# number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
-LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
-# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: all columns, bit 4 of its rows.
-OWN, LANES4 = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]], [[*lane, 0, 0] for lane in LANES]
-SHARED_OUT = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
 
 
 @gluon.jit
