@@ -14,8 +14,8 @@ kernels/launch.py launches, in this order:
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
 backward; Salmon et al. 2011 for Philox.
 
-Difference from the paper: the backward makes two passes, without atomic additions. It computes the scores twice, so it
-takes seven products instead of five. But no two programs add to the same number, so a second run gives the same bits.
+Difference from the paper: the backward makes two passes, so it computes the scores twice, in seven products instead of
+five. But no two programs add to the same number, so a second run gives the same bits.
 
 s and m are in base 2: the hardware has exp2, so log2(e) goes into the scale. From Hopper on the hardware loads tiles
 through tensor descriptors, which handle strides and edges.
@@ -137,7 +137,8 @@ def online_softmax(s, factor, m, l, how: tl.constexpr):
 
 @triton.jit
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
-    """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale."""
+    """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale, which is
+    what score_gradient() wants."""
     task = Task(*task)  # as in forward_kernel
     n, b, h, row0, tiles = tile_of_queries(task, how)
 
@@ -320,22 +321,22 @@ def drop(p, n, row0, column0, row, column, task):
 
 
 @triton.jit
-def keep_mask(task, n, row0, column0, i, j):
-    """Step 4: the bits of model/dropout.py for rows i and columns j. Each kernel draws them again.
+def keep_mask(task, n, row0, column0, row, column):
+    """Step 4: the bits of model/dropout.py. Each kernel draws them again. row and column count from the corner of the
+    tile, row0 and column0, which are multiples of 32.
 
-    i and j count from the corner of the tile, row0 and column0, which are multiples of 32. Elements that are 8 apart in
-    rows and columns share a Philox call, and one thread holds them in the result of a matrix product. The compiler
-    makes that call once if it can prove that their counters are equal. Counting from the corner helps that proof, and
-    so does `i & 6 | i & 1` in place of `i & 7`. With `i & 7` the proof fails for odd columns, and the transposed tiles
-    take 126 more instructions."""
+    Elements that are 8 apart in rows and columns share a Philox call, and one thread holds them in the result of a
+    matrix product. The compiler makes that call once if it can prove that their counters are equal. Counting from the
+    corner helps that proof, and so does `row & 6 | row & 1` in place of `row & 7`."""
     seed = tl.load(task.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(tl.uint32)
-    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(tl.uint32)
+    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
+    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((column >> 5 << 3) | (column & 6) | (column & 1)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
-    word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
+    upper, odd = (row & 16) != 0, (row & 8) != 0
+    word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
     # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
-    return (word << (24 - (j & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
+    return (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
 
 
 @triton.jit
@@ -405,7 +406,7 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
     Each of the n tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
     is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
     among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
-    tiles whole_start to whole_stop - 1 are whole."""
+    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
     start, whole_start, whole_stop, stop = 0, 0, n_whole, n
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
@@ -439,8 +440,7 @@ def loop_over(tiles, task, CUT: tl.constexpr):
 @triton.constexpr_function
 def stages(CUT, BLOCK_D):
     """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, and a third stage for
-    them would take registers from the whole kernel. Head size 256 keeps its table's number, two or one. float32 has one
-    stage in the table and gets two here."""
+    them would take registers from the whole kernel. Head size 256 keeps its table's number."""
     return 2 if CUT and BLOCK_D < 256 else None
 
 
