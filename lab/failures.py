@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,17 +16,16 @@ from training.machine import DTYPES
 HEAD = """| inputs | | o: predicted | o: found | dq, dk, dv: predicted | dq, dk, dv: found | difference |
 |---|---|---|---|---|---|---|"""
 EVERY, LAST = slice(None), slice(-1, None)
-USUAL, NOTHING = {"usual scores": usual()}, dict[str, Inputs]()
 
 
 class Entry(NamedTuple):
     """The inputs, by what they are, on which a failure acts and on which it sleeps."""
 
-    acts: dict[str, Inputs] = USUAL
-    sleeps: dict[str, Inputs] = NOTHING
+    acts: dict[str, Inputs]
+    sleeps: dict[str, Inputs]
 
 
-SEVERAL, SHORT = {"several tiles": usual()}, {"one tile": usual(T=16)}
+USUAL, SEVERAL, SHORT = {"usual scores": usual()}, {"several tiles": usual()}, {"one tile": usual(T=16)}
 UNSEEING = {"rows without a key": usual(T_k=248), "a window": usual(window=8)}
 OVERFLOWS = {
     "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
@@ -102,8 +100,7 @@ def tried(failure: str, inputs: Inputs, impl: str, dtype: str) -> tuple[Results,
     number = DTYPES[dtype]
     found = attend(inputs, impl, number, BreakIt(failure))
     prediction = Prediction(inputs, impl, number, BreakIt(failure).broken)
-    same = replace(inputs, seed=prediction.seed)  # the seed of the forward
-    right, whole = Prediction(same, impl, number).results(), attend(same, impl, number)
+    right, whole = Prediction(inputs, impl, number).results(), attend(inputs, impl, number)
     rounding = torch.finfo(number).eps + float(prediction.s[prediction.s.isfinite()].abs().max()) * FLOAT32.eps
     allowed = {name: 2 * (distance(whole[name], right[name]) + rounding) for name in right}
     return prediction.results(), found, right, allowed

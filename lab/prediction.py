@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import AttentionConfig, attention, problem_of
+from model.attention import INF, AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import keep_mask, keep_scale
 
-INF = math.inf
 FLOAT32 = torch.finfo(torch.float32)
 TILE = 32  # query rows and key rows of a tile in tiled
 Results = dict[str, Tensor]  # o, lse, dq, dk, dv
@@ -76,9 +75,7 @@ class Prediction:
         self.k, self.v = (x.repeat_interleave(self.q.shape[1] // self.H_kv, 1) for x in (self.k, self.v))
         self.T, self.T_k = self.q.shape[2], self.k.shape[2]
         self.scale = 1.0 if "no_scale" in broken else self.q.shape[3] ** -0.5
-        self.seed = self.seed_of_backward = inputs.seed
-        if self.seed is not None and "stale_seed" in broken:
-            self.seed_of_backward = self.seed + 1
+        self.seed = inputs.seed
         self.M, self.N = (self.T, self.T_k) if impl == "naive" else tiles(impl, inputs, dtype)
 
     def seen(self) -> Tensor:
@@ -110,12 +107,12 @@ class Prediction:
         tiled = F.pad(self.s, (0, -self.T_k % self.N), value=-INF).unflatten(-1, (-1, self.N))
         return tiled.amax(-1).cummax(-1).values.repeat_interleave(self.N, -1)[..., : self.T_k]
 
-    def Z(self, seed: int | None) -> Tensor | float:
-        """Step 4: 0 where a weight is dropped, 1 / (share kept) elsewhere."""
-        p = self.options.get("dropout_p", 0.0)
-        if seed is None:
+    def Z(self, stale: bool = False) -> Tensor | float:
+        """Step 4: 0 where a weight is dropped, 1 / (share kept) elsewhere. stale: by another seed."""
+        if self.seed is None:
             return 1.0
-        return keep_mask(torch.tensor(seed), self.q.shape[1], range(self.T), range(self.T_k), p)[None] * keep_scale(p)
+        p, seed = self.options.get("dropout_p", 0.0), torch.tensor(self.seed + 1 if stale else self.seed)
+        return keep_mask(seed, self.q.shape[1], range(self.T), range(self.T_k), p)[None] * keep_scale(p)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""
@@ -129,8 +126,8 @@ class Prediction:
         divisor = l.masked_fill(l == 0, 1.0) if self.impl == "triton" else l.clamp(min=FLOAT32.tiny)
         if self.impl == "naive":  # divides the weights and then rounds them
             p = of_acc / divisor
-            return held(self.Z(self.seed) * p, self.dtype) @ self.v, lse, p
-        acc = held(held(self.Z(self.seed) * of_acc, self.dtype) @ self.v)
+            return held(self.Z() * p, self.dtype) @ self.v, lse, p
+        acc = held(held(self.Z() * of_acc, self.dtype) @ self.v)
         return acc / divisor, lse, torch.exp(self.s - lse.masked_fill(lse == -INF, INF))
 
     def delta(self, o: Tensor) -> Tensor:
@@ -145,7 +142,7 @@ class Prediction:
 
     def gradients(self, o: Tensor, p: Tensor) -> Results:
         """Steps 9 to 12. The heads that share a key head add up in dk and dv."""
-        Z = self.Z(self.seed_of_backward)
+        Z = self.Z("stale_seed" in self.broken)
         dv = (Z * p).mT @ self.do
         ds = p * (Z * (self.do @ self.v.mT) - self.delta(o)) * self.scale
         dk, dv = (x.unflatten(1, (self.H_kv, -1)).sum(2) for x in (ds.mT @ self.q, dv))
