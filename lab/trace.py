@@ -74,7 +74,7 @@ def trace(head: Head, row: int, M: int, N: int, causal: bool, failure="none", sc
     right = tell(head, row, M, N, causal, BreakIt("none", score_gain))[1]
     yield f"{' '.join(head.labels)}: row {row}, {head.labels[row]!r}"
     yield f"failure={failure}, score_gain={score_gain:g}, causal={causal}, tiles of {M} x {N}"
-    yield line("keys", "m", "l", "alpha", f"{'o':>9}", "what changed")
+    yield f"{'keys':>7}{'m':>9}{'l':>9}{'alpha':>9}  {'o':>9}{'':27}  what changed"
     last = row + len(head.k) - len(head.q) if causal else len(head.k)  # the last key that the row may see
     m, l = -INF, 0.0
     for tile in tiles:
@@ -83,13 +83,13 @@ def trace(head: Head, row: int, M: int, N: int, causal: bool, failure="none", sc
         so_far = tile.acc / (tile.l if "unguarded_mask" in break_it.broken else max(tile.l, TINY))
         words = sees(tile, last) + sentence(tile, m, l, alpha, break_it.broken)
         keys = f"{tile.columns[0]}-{tile.columns[-1]}"
-        yield line(keys, number(tile.m), number(tile.l), number(alpha), numbers(so_far), words)
+        yield line(keys, numbers([tile.m, tile.l, alpha]), so_far, words)
         m, l = tile.m, tile.l
-    yield line("end", "", "", "", numbers(o), f"o, and lse = {lse:.4f}")
+    yield line("end", "", o, f"o, and lse = {lse:.4f}")
     if failure != "none":
         off = float((o - right).norm() / right.norm())
         far = f"{100 * off:.1f} % away" if off < INF else "not finite"
-        yield line("", "", "", "", numbers(right), f"o of the whole algorithm; the one above is {far}")
+        yield line("", "", right, f"o of the whole algorithm; the one above is {far}")
         if off < ROUNDING:
             yield f"{failure} changes nothing in this row: it acts {FAILURES[failure].acts}."
 
@@ -122,13 +122,10 @@ def sentence(tile: Tile, m: float, l: float, alpha: float, broken: tuple[str, ..
     return f"A larger score: m grows from {m:.4g} to {tile.m:.4g}, {so} multiplied by alpha = {alpha:.4g}."
 
 
-def line(keys: str, m: str, l: str, alpha: str, o: str, words: str) -> str:
-    return f"{keys:>7}{m:>9}{l:>9}{alpha:>9}  {o:36}  {words}"
+def line(keys: str, state: str, o: Tensor, words: str) -> str:
+    """state: m, l and alpha."""
+    return f"{keys:>7}{state:27}  {numbers(o[:4].tolist()):36}  {words}"
 
 
-def number(x: float) -> str:
-    return f"{x:9.4f}" if abs(x) < 1e3 else f"{x:9.3g}"
-
-
-def numbers(x: Tensor) -> str:
-    return "".join(map(number, x[:4].tolist()))
+def numbers(some: list[float]) -> str:
+    return "".join(f"{x:9.4f}" if abs(x) < 1e3 else f"{x:9.3g}" for x in some)
