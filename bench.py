@@ -55,19 +55,16 @@ class Bench:
         if len(self.heads) != len(self.head_sizes):
             raise ValueError(f"heads={self.heads}: give one for each of head_sizes={self.head_sizes}")
 
-    def cases(self) -> list[Case]:
-        """The cases of the race: for each head size, dropout and mask, the shortest first."""
-        sizes = zip(self.head_sizes, self.heads, strict=True)
-        return [
-            Case(max(1, self.tokens // T), H, T, D, causal, p, self.kv_heads, self.window)
-            for (D, H), p, causal, T in product(sizes, self.dropout_p, self.causal, self.lengths)
-        ]
-
 
 def bench(cfg: Bench) -> None:
     device = pick_device(cfg.device)
     if cfg.mode == "race":
-        race(cfg.cases(), cfg.impls, device, cfg.dtype, Path(cfg.out))
+        sizes = zip(cfg.head_sizes, cfg.heads, strict=True)
+        cases = [
+            Case(max(1, cfg.tokens // T), H, T, D, causal, p, cfg.kv_heads, cfg.window)
+            for (D, H), p, causal, T in product(sizes, cfg.dropout_p, cfg.causal, cfg.lengths)
+        ]
+        race(cases, cfg.impls, device, cfg.dtype, Path(cfg.out))
     elif cfg.mode == "step":
         if Path(cfg.peer).suffix != ".py":
             raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")

@@ -83,8 +83,7 @@ def flash4(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
-    o = found[0] if isinstance(found, tuple) else found  # some versions also return lse
-    return o.transpose(1, 2)
+    return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # some versions also return lse
 
 
 OURS = ("naive", "tiled", "triton")
