@@ -6,8 +6,7 @@ With GPT-2's vocabulary the float32 logits of 65,536 tokens take 13 GB, and soft
 So the head and the cross-entropy run together over chunks of tokens, and each chunk's gradient is computed in the
 forward, while its logits are still in memory. This takes no extra time: there are the same three products.
 
-by_torch is the definition of what happens to a chunk's logits. On a GPU the kernel of kernels/loss.py does the same
-without a float32 copy of them: it writes their gradient over them.
+by_torch is the definition of what happens to a chunk's logits. On a GPU the kernel of kernels/loss.py does it in place.
 
 In fp16 the gradient of a mean over 65,536 tokens has entries of 1/65,536 and less, which would be rounded away. A
 gradient scaler would come too late: its scale arrives with the backward. So the forward keeps the gradient of the sum,
@@ -59,7 +58,10 @@ class NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets):
         want_x, want_weight = ctx.needs_input_grad[:2]
-        wide, unit = torch.promote_types(x.dtype, torch.float32), unit_of(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # dweight sums over a chunk of up to 16,384 tokens, which exceeds fp16's 65,504 if x is above 4. So in fp16 x is
+        # made smaller by this power of two, which rounds nothing. The other dtypes have the range.
+        unit = 2.0**-7 if x.dtype == torch.float16 else 1.0
         total = x.new_zeros((), dtype=wide)
         dx = torch.empty_like(x) if want_x else None
         dweight = x.new_zeros(weight.shape, dtype=wide) if want_weight else None
@@ -85,7 +87,7 @@ class NextTokenLoss(torch.autograd.Function):
         count = (targets != IGNORE).sum()
         # dweight stays in float32 until the backward divides it: the sum over all tokens may exceed fp16 too.
         ctx.save_for_backward(dx, dweight, count)
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.unit = x.dtype, unit
         return total / count
 
     @staticmethod
@@ -99,14 +101,8 @@ class NextTokenLoss(torch.autograd.Function):
         if dx is not None:
             dx = torch.mul(dx, factor, out=torch.empty_like(dx))
         if dweight is not None:
-            dweight = (dweight * (factor / unit_of(ctx.dtype))).to(ctx.dtype)
+            dweight = (dweight * (factor / ctx.unit)).to(ctx.dtype)
         return dx, dweight, None
-
-
-def unit_of(dtype: torch.dtype) -> float:
-    """dweight sums over a chunk of up to 16,384 tokens, which exceeds fp16's 65,504 if x is above 4. So in fp16 x is
-    made smaller by this power of two, which rounds nothing. The other dtypes have the range."""
-    return 2.0**-7 if dtype == torch.float16 else 1.0
 
 
 def by_torch(logits: Tensor, target: Tensor, want_gradient: bool) -> tuple[Tensor, Tensor]:

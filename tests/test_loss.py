@@ -77,7 +77,7 @@ def test_in_fp16_a_scaled_loss_keeps_a_gradient_that_the_mean_alone_would_round_
 
 
 def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_tokens():
-    """The sum is 12 million, in the units of unit_of() 96,000, and fp16 ends at 65,504."""
+    """The sum is 12 million, in the unit of NextTokenLoss 96,000, and fp16 ends at 65,504."""
     x = torch.full((65536, 4), 200.0, device=DEVICE).half()
     weight = torch.zeros(16, 4, device=DEVICE).half().requires_grad_()
     loss = next_token_loss(x, weight, torch.zeros(65536, dtype=torch.int64, device=DEVICE))
