@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Where the running maximum m starts. The papers' -inf would make NaN of a hidden first tile: exp(-inf - -inf).
-LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min  # where the running maximum m starts; model/tiled.py says why not at -inf
 
 
 class Problem(NamedTuple):

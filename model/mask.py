@@ -1,11 +1,5 @@
-"""Which keys a query sees. kernels/visits.py says from the same rules which tiles of scores have a visible one.
-
-Row i is at position i + T_k - T among the keys, so the last row is at the last key. A key is visible if all rules
-allow it:
-    causal      column <= position
-    window      |position - column| < window
-    documents   query and key are in the same document
-    blocks      the pair's block of block_size x block_size scores is on
+"""Which keys a query sees: those that all rules of a Problem allow. kernels/problem.py says what each rule is, and
+kernels/visits.py says from the same rules which tiles of scores have a visible one.
 """
 
 import torch

@@ -79,9 +79,7 @@ def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch 
 
 def online_softmax(s: Tensor, m: Tensor, l: Tensor, broken: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
     """Step 3 for one tile: p (in s's memory), the new m and l, and alpha, which multiplies the earlier tiles' sums.
-
-    s (N, G R, S); m, l, alpha (N, G R, 1). Before the first tile m is LOWEST and l is 0.
-    """
+    s (N, G R, S); m, l, alpha (N, G R, 1). Before the first tile m is LOWEST and l is 0."""
     m_new = torch.zeros_like(m) if "no_max" in broken else torch.maximum(m, s.amax(-1, keepdim=True))
     p, alpha = s.sub_(m_new).exp2_(), torch.exp2(m - m_new)
     l = (l if "no_rescale_sum" in broken else alpha * l) + p.sum(-1, keepdim=True)
