@@ -1,13 +1,11 @@
 """The dropout mask of the attention weights: one pure function of a seed and a place.
 
-A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
-function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
-
-The mask does not depend on tiles or launches. The counter is four 32-bit words; a single one, (n*T + row)*T_k + column,
-would overflow and repeat the mask from T = 18,919 on with 12 heads.
+A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the backward
+computes it again. Rows and columns count from 0 in the whole sequence, whatever the tiles.
 
 Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds,
-the fewest that pass the paper's statistical tests.
+the fewest that pass the paper's statistical tests. Its counter is four 32-bit words; a single one, (n*T + row)*T_k +
+column, would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights, 8 bits each. Bits count from 0: bits 3 and 4 of row 13 = 0b01101
@@ -18,8 +16,7 @@ are 01, so its word is 1, and the counter has 0 << 3 | 0b101.
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns, as a thread holds a tensor core's result, so it needs all 16
-bytes.
+The weights of one call are 8 apart in rows and columns: a thread holds such 16 numbers of a tensor core's result.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
