@@ -89,7 +89,6 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
         axes.bar(0, 0, color=colour, label=f"{name}, found")
         if name in predicted:
             axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
-    axes.set_ylim(0, 1.15 * top)
     for name, look in (("broken", "r-"), ("whole", "k--")):
         mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
         end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
@@ -97,7 +96,7 @@ def picture(failure: str, losses: Losses, path: Path) -> None:
         if end:
             training.axvline(len(mean), color="red", ls=":")
     training.set_title(f"short training: {SMALL.n_layer} layers, {SMALL.n_embd} channels, bytes", fontsize=13)
-    axes.set(xlabel=f"tile of {TILE} rows (red: not finite)", ylabel="|x - right| / |right|")
+    axes.set(ylim=(0, 1.15 * top), xlabel=f"tile of {TILE} rows (red: not finite)", ylabel="|x - right| / |right|")
     training.set(xlabel="step", ylabel="loss (nats), mean of 10 steps")
     for each in (axes, training):
         each.legend(fontsize=10, loc="upper center", ncols=5)

@@ -1,4 +1,4 @@
-"""Attention in float64 by its formulas, a method for each step; and what implementations compute on the same inputs.
+"""Attention in float64 by its formulas, step by step; and what implementations compute on the same inputs.
 
 The gradients are those of sum(o * do). With `broken` it predicts those failures of model/break_it.py. Some failures are
 overflows, so weights, l and acc are held in float32, and the weights that multiply v in the inputs' dtype.
@@ -119,7 +119,7 @@ class Prediction:
         rescaling = "no_rescale_sum", "no_rescale_output"  # without, a weight keeps the maximum it began with
         maxima = (self.running_maximum() if name in self.broken else self.m() for name in rescaling)
         of_l, of_acc = (held(torch.exp(self.s - m)) for m in maxima)
-        if flushes(self.impl):
+        if self.impl == "triton":  # the GPU's exp2 gives 0 for what is below the smallest normal number
             of_l, of_acc = (x.masked_fill(x < FLOAT32.tiny, 0.0) for x in (of_l, of_acc))
         l = held(of_l.sum(-1, keepdim=True))
         lse = self.m() + l.log()
@@ -130,10 +130,6 @@ class Prediction:
         acc = held(held(self.Z() * of_acc, self.dtype) @ self.v)
         return acc / divisor, lse, torch.exp(self.s - lse.masked_fill(lse == -INF, INF))
 
-    def delta(self, o: Tensor) -> Tensor:
-        """Step 7."""
-        return (self.do * o).sum(-1, keepdim=True)
-
     def results(self) -> Results:
         """The gradients are left out where o is not finite: the training has stopped by then."""
         o, lse, p = self.forward()
@@ -141,10 +137,11 @@ class Prediction:
         return found | self.gradients(o, p) if o.isfinite().all() else found
 
     def gradients(self, o: Tensor, p: Tensor) -> Results:
-        """Steps 9 to 12. The heads that share a key head add up in dk and dv."""
+        """Steps 7 and 9 to 12. The heads that share a key head add up in dk and dv."""
+        delta = (self.do * o).sum(-1, keepdim=True)
         Z = self.Z("stale_seed" in self.broken)
         dv = (Z * p).mT @ self.do
-        ds = p * (Z * (self.do @ self.v.mT) - self.delta(o)) * self.scale
+        ds = p * (Z * (self.do @ self.v.mT) - delta) * self.scale
         dk, dv = (x.unflatten(1, (self.H_kv, -1)).sum(2) for x in (ds.mT @ self.q, dv))
         return {"dq": ds @ self.k, "dk": dk, "dv": dv}
 
@@ -176,8 +173,3 @@ def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBR
     o.backward(do)
     found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     return {name: x.detach().cpu().double() for name, x in found.items()}
-
-
-def flushes(impl: str) -> bool:
-    """Whether exp2 takes what is below the smallest normal number for 0, as on a GPU."""
-    return device_of(impl) == "cuda"

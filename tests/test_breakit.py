@@ -25,12 +25,6 @@ WANTED = pytest.mark.skipif(find_spec("triton") is None, reason="triton is made 
 CASES += [pytest.param("triton", dtype, marks=[WANTED, pytest.mark.slow]) for dtype in DTYPES]
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """Triton's interpreter, which tests/interpreter.py corrects, then stands for a GPU."""
-    monkeypatch.setattr(prediction, "flushes", lambda impl, real=prediction.flushes: impl == "triton" or real(impl))
-
-
 # --- predicted and found
 
 
@@ -92,10 +86,10 @@ def test_a_failure_that_does_not_come_is_noticed(failure, monkeypatch):
 def no_delta(monkeypatch):
     """Takes delta out of tiled's backward, as somebody would who adds a failure."""
 
-    def delta(self, o, real=Prediction.delta):
-        return real(self, o) * ("no_delta" not in self.broken)
+    def gradients(self, o, p, real=Prediction.gradients):
+        return real(self, o * ("no_delta" not in self.broken), p)
 
-    monkeypatch.setattr(Prediction, "delta", delta)
+    monkeypatch.setattr(Prediction, "gradients", gradients)
 
     def backward(q, k, v, o, lse2, do, dlse, problem, *rest, real=tiled.backward):
         return real(q, k, v, o * ("no_delta" not in problem.broken), lse2, do, dlse, problem, *rest)
