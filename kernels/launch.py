@@ -1,8 +1,7 @@
 """The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
 GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
-B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
-    q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
+Shapes: as in kernels/flash.py; lse2 and dlse are like lse.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Checks each attention, then measures its speed and memory. `python bench.py`
-
-B batch, T tokens, D head size, H query heads, H_kv key/value heads: q, o, do (B, H, T, D); k, v (B, H_kv, T, D).
-"""
+"""Checks each attention, then measures its speed and memory. `python bench.py` Shapes: lab/peers.py; do is like o."""
 
 import csv
 import math
