@@ -43,8 +43,7 @@ def worked_example() -> Head:
     q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
     v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
-    labels = ["The", "cat", "sat", "on", "mat"]
-    return Head(labels, torch.tensor(q).float(), torch.tensor(k), torch.tensor(v), 0.5)
+    return Head(["The", "cat", "sat", "on", "mat"], torch.tensor(q).float(), torch.tensor(k), torch.tensor(v), 0.5)
 
 
 def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt = UNBROKEN):
