@@ -68,8 +68,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 
 def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: float) -> Tensor:
     """The keep-mask of one tile, for B*H heads: bool (heads, len(rows), len(columns)), True where the weight is kept.
-
-    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile."""
+    seed: int64 scalar tensor, on the device where the mask is needed."""
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
     row0, row1 = rows.start // 32, -(-rows.stop // 32)
     column0, column1 = columns.start // 32, -(-columns.stop // 32)

@@ -201,8 +201,7 @@ class GPT(nn.Module):
         """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: None for whole sequences; else an object
-        with place(idx) and layers[i].attend(), such as model/cache.py's. Without targets it gives the last token's
-        logits alone, (B, 1, V)."""
+        with place(idx) and layers[i].attend(), such as model/cache.py's: then logits (B, 1, V), the last token's."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
