@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise, takewhile
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from conf.keys import check, key
-from data.tokenizer import TextStream, beginning, encode, from_json
+from data.tokenizer import beginning, encode, from_json, to_text
 from model.generate import Sampler, generate
 from model.gpt import GPT
 from training import context, huggingface
@@ -94,14 +94,14 @@ def sample(cfg: Config) -> None:
 
 def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, seed: int) -> None:
     """Prints what the model writes after the prompt (1, T), and a line end."""
-    stream, count, began = TextStream(encoding), 0, time.perf_counter()
+    count, began = -1, time.perf_counter()  # to_text() gives one part more than there are tokens
     generator = torch.Generator(prompt.device).manual_seed(seed)
     tokens = generate(model, prompt, cfg.max_new_tokens, cfg, generator, cfg.cache)
     ids = one_behind(tokens) if prompt.is_cuda else map(int, tokens)
-    for token in takewhile(lambda token: token != encoding.eot_token, ids):
-        print(stream.feed(token), end="", flush=True)
+    for part in to_text(encoding, ids):
+        print(part, end="", flush=True)
         count += 1
-    print(stream.flush())
+    print()
     print(f"{count} tokens in {time.perf_counter() - began:.2f} s", file=sys.stderr)
 
 

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import hydra
@@ -41,7 +40,7 @@ from safetensors import SafetensorError
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, stacked, validation_batches
 from data.made import SHORTEST
-from data.tokenizer import TextStream, beginning, from_json, to_json
+from data.tokenizer import beginning, from_json, to_json, to_text
 from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
@@ -374,15 +373,14 @@ def probe_attention(run: Run, failure: bool) -> None:
 def sample(run: Run) -> None:
     """Writes a document of the model's."""
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
-    stream, end, text = TextStream(encoding), encoding.eot_token, ""
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([beginning(encoding)], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
-    no_text = nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # of logits that are NaN
+    text, no_text = "", nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # of logits that are NaN
     with run.train_step.autocast, run.train_step.uncompiled(), no_text:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
-        text = "".join(map(stream.feed, takewhile(lambda token: token != end, made)))
-    run.metrics.sample(run.step, text + stream.flush())
+        text = "".join(to_text(encoding, made))
+    run.metrics.sample(run.step, text)
     model.train()
 
 

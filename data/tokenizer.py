@@ -12,8 +12,9 @@ import base64
 import codecs
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import rustbpe
@@ -107,23 +108,16 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
     return lengths
 
 
-class TextStream:
-    """Turns token ids into text, one by one. A character whose bytes are split over tokens waits for the last one."""
-
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding = encoding
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, token: int) -> str:
-        """The text that `token` completes, often ""; a replacement character for an id without a token."""
+def to_text(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens up to the first end of text: for each the part that it completes, often "", and at last a
+    replacement character if the last one is incomplete. A character may have its bytes in several tokens."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in takewhile(lambda token: token != encoding.eot_token, tokens):
         try:
-            return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
+            yield decoder.decode(encoding.decode_single_token_bytes(token))
         except KeyError:  # a padded vocabulary has ids without tokens
-            return "\ufffd"
-
-    def flush(self) -> str:
-        """A replacement character if the last character is incomplete, else ""."""
-        return self.decoder.decode(b"", final=True)
+            yield "\ufffd"
+    yield decoder.decode(b"", final=True)
 
 
 def to_json(encoding: tiktoken.Encoding) -> str:

@@ -4,7 +4,7 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import TextStream, TokenizerConfig, byte_encoding, encode, from_json, to_json
+from data.tokenizer import TokenizerConfig, byte_encoding, encode, from_json, to_json, to_text
 
 TEXT = 'def f(x):\r\n\treturn "caf\u00e9 \u20ac \U0001f600" * x  # <|endoftext|> is text here\n' * 20
 
@@ -36,12 +36,10 @@ def test_json_brings_back_the_same_tokenizer(encoding):
     assert encode(again, TEXT).tolist() == encode(encoding, TEXT).tolist()
 
 
-def test_a_stream_shows_a_character_once_it_is_complete():
-    stream = TextStream(byte_encoding())
-    assert [stream.feed(byte) for byte in "\u20aca".encode()] == ["", "", "\u20ac", "a"]
-    assert [stream.feed(byte) for byte in "\u20ac".encode()[:2]] == ["", ""]
-    assert stream.flush() == "\ufffd"
-    assert TextStream(byte_encoding()).feed(300) == "\ufffd"  # of a padded vocabulary
+def test_a_character_is_shown_once_it_is_complete():
+    cut = "\u20aca\u20ac".encode()[:-1]
+    assert [*to_text(byte_encoding(), cut)] == ["", "", "\u20ac", "a", "", "", "\ufffd"]
+    assert [*to_text(byte_encoding(), [300, 97, 256, 98])] == ["\ufffd", "a", ""]  # 300: of a padded vocabulary
 
 
 def test_bpe_of_a_small_text_has_as_many_tokens_as_there_are_pairs_unless_their_number_is_set(make, tmp_path, capsys):
