@@ -41,21 +41,17 @@ def base_rate(n_embd: int, kind: str) -> float:
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     """[AdamW] or [Muon, AdamW]. Muon takes the matrices of the blocks (q, k and v are one). It is not meant for the
     embedding and the head, which have one row per token. Biases and norms have no weight decay."""
-    parameters = list(model.parameters())
-    on_gpu = parameters[0].is_cuda  # then the rate is a tensor there, so that a recorded step reads it anew
-    lr = torch.zeros((), device=parameters[0].device) if on_gpu else 0.0
-    optimizers: list[Optimizer] = []
-    if config.kind == "muon":
-        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-        optimizers.append(Muon(matrices, lr, config.weight_decay, config.momentum))
-        taken = set(matrices)  # a Parameter's hash is its identity
-        parameters = [p for p in parameters if p not in taken]
+    on_gpu = model.embedding.weight.is_cuda  # then the rate is a tensor there, so that a recorded step reads it anew
+    lr = torch.zeros((), device=model.embedding.weight.device) if on_gpu else 0.0
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if config.kind == "muon" else []
+    taken = set(matrices)  # a Parameter's hash is its identity
+    others = [p for p in model.parameters() if p not in taken]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    return [*optimizers, AdamW(groups, lr=lr, betas=betas, fused=True, capturable=on_gpu)]
+    adamw = AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), fused=True, capturable=on_gpu)
+    return [Muon(matrices, lr, config.weight_decay, config.momentum), adamw] if matrices else [adamw]
 
 
 class NotCompiled(Optimizer):
