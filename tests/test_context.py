@@ -106,7 +106,7 @@ class Reads(torch.nn.Module):
         super().__init__()
         self.embedding, self.reach = torch.nn.Embedding(1, 1), reach
 
-    def hidden(self, idx):
+    def hidden(self, idx, documents):
         return torch.stack([self.of(bytes(text[1:].tolist()).decode()) for text in idx])
 
     def of(self, text: str):

@@ -51,7 +51,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
     low = autocast(dtype, device)
     lines = table(given(model, batches, low), T)
     if data.source == "recall":
-        shares = [right(model, batch, low)[:, second_half(T)].float().mean() for batch in batches]
+        shares = [right(model, batch, second_half(T), low).float().mean() for batch in batches]
         lines.append(f"recall: {float(torch.stack(shares).mean()):.1%} of the second string right")
     if data.source == "passkey":
         lengths = [n for n in POWERS if 512 <= n < T] + [T]
@@ -102,24 +102,20 @@ def table(losses: dict[int, Tensor], T: int) -> list[str]:
 
 
 @torch.no_grad()
-def right(model: GPT, batch: Batch, low: AbstractContextManager) -> Tensor:
-    """Whether each target's logit is the largest, bool (B, T)."""
+def right(model: GPT, batch: Batch, where: slice, low: AbstractContextManager) -> Tensor:
+    """Whether the largest logit is the target's, for the n targets of each window that are in `where`: bool (B, n)."""
     x, y, documents = batch.to(model.embedding.weight.device)
     with low:
-        return (model(x, documents=documents).argmax(-1) == y).cpu()
+        return model.head(model.hidden(x, documents)[:, where]).argmax(-1) == y[:, where]
 
 
-@torch.no_grad()
 def retrieved(model: GPT, encoding: Encoding, length: int, depth: int, low: AbstractContextManager) -> float:
     """The share of TEXTS pass keys that the model finds, told at this depth of a text of `length` tokens."""
     drawn = (np.random.default_rng([length, depth, i]) for i in range(TEXTS))  # not the numbers of the training text
     texts = np.stack([encode(encoding, passkey(length, depth / 100, each)) for each in drawn]).astype(np.int64)
-    tokens, found = torch.nn.functional.pad(torch.from_numpy(texts), (1, 0), value=encoding.eot_token), 0
-    for some in tokens.to(model.embedding.weight.device).split(max(1, 2**17 // length)):
-        with low:
-            guessed = model.head(model.hidden(some[:, :-1])[:, answer(length)]).argmax(-1)
-        found += int((guessed == some[:, 1:][:, answer(length)]).all(1).sum())
-    return found / TEXTS
+    tokens = torch.nn.functional.pad(torch.from_numpy(texts), (1, 0), value=encoding.eot_token)
+    batches = (Batch(some[:, :-1], some[:, 1:], None) for some in tokens.split(max(1, 2**17 // length)))
+    return sum(int(right(model, batch, answer(length), low).all(1).sum()) for batch in batches) / TEXTS
 
 
 def draw(found: np.ndarray, lengths: list[int], trained: Checkpoint) -> None:
