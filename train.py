@@ -22,10 +22,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -84,7 +82,7 @@ class Run:
     ranks: Ranks
     dataset: Dataset
     loader: Loader
-    validation: Callable[[], Iterator[Batch]]  # the validation batches, always the same ones
+    validation: list[Batch]  # what an evaluation measures, always the same batches
     train_step: TrainStep
     metrics: Metrics
     tokens_per_step: int
@@ -173,8 +171,7 @@ def set_up(typed: DictConfig) -> Run:
                     with_documents=cfg.attention.documents, random_offset=cfg.data.source not in SHORTEST,
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     sizes = cfg.batch_size, T, cfg.eval_tokens, cfg.attention.documents
-    validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
-    validation()  # ValueError if the text is too short
+    validation = validation_batches(dataset.val, dataset.val_documents, *sizes)
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
@@ -339,7 +336,7 @@ def evaluate(run: Run) -> float | None:
     """Logs the mean loss over the validation windows and returns it; None if a signal has come meanwhile."""
     nats, tokens, size = 0.0, 0.0, 0.0  # of this rank's batches; size in bytes
     run.train_step.model.eval()
-    for batch, counts in run.ranks.shares(run.validation()):
+    for batch, counts in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
         loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]
@@ -359,7 +356,7 @@ def evaluate(run: Run) -> float | None:
 def probe_attention(run: Run, failure: bool) -> None:
     """Logs the probe's gauges of attention on the first validation sequence. failure: also whether the failure acts."""
     train_step, rng = run.train_step, machine.rng_state()
-    x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(train_step.device)
+    x, y, documents = run.validation[0].each(lambda part: part[:1]).to(train_step.device)
     with train_step.autocast, train_step.uncompiled():  # in training mode, for dropout
         calls = probe.record(train_step.model, x, documents, y)
         found = probe.effects(calls) if failure else []

@@ -108,7 +108,7 @@ class Loader:
 def validation_batches(
     tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int,
     with_documents: bool = True, stride: int = 0,
-) -> Iterator[Batch]:  # fmt: skip
+) -> list[Batch]:  # fmt: skip
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same; fewer if
     the text is short. They begin at multiples of the stride (0: context_length, so that none overlap)."""
     check_length(tokens, context_length, "validation")
@@ -116,8 +116,7 @@ def validation_batches(
     taken = min(windows, max(1, max_tokens // context_length))
     starts = np.arange(taken) * windows // taken * (stride or context_length)
     parts = np.split(starts, range(batch_size, taken, batch_size))
-    # A generator instead of yield, so that the check above runs now and not at the first batch.
-    return (make_batch(tokens, documents if with_documents else None, part.tolist(), context_length) for part in parts)
+    return [make_batch(tokens, documents if with_documents else None, part.tolist(), context_length) for part in parts]
 
 
 def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: list[int], T: int) -> Batch:

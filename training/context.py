@@ -46,7 +46,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
     own = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=state["seed"])
     own.load_state_dict(state)  # ValueError if the training text was edited
     stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
-    batches = list(validation_batches(dataset.val, dataset.val_documents, *size, stride=stride))
+    batches = validation_batches(dataset.val, dataset.val_documents, *size, stride=stride)
     set_precision(dtype := pick_dtype(config["dtype"], device))
     low = autocast(dtype, device)
     lines = table(given(model, batches, low), T)

@@ -127,11 +127,10 @@ class Ranks:
             if self.is_main:
                 self.sum([0.0], group=group)
 
-    def shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    def shares(self, batches: list[Batch]) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, and whether each counts; the others are dummy forwards: FSDP gathers on all ranks."""
-        every = list(batches)
-        for mine in range(self.data_rank, len(every) + self.data_rank, self.data_size):
-            yield every[min(mine, len(every) - 1)], mine < len(every)
+        for mine in range(self.data_rank, len(batches) + self.data_rank, self.data_size):
+            yield batches[min(mine, len(batches) - 1)], mine < len(batches)
 
     def gather(self, x: Tensor) -> Tensor:
         """All of x for a checkpoint. If FSDP2 has cut it, on the CPU of rank 0: no GPU has to hold all weights."""
