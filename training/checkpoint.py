@@ -104,11 +104,9 @@ def save_checkpoint(
     os.rename(temporary, final)
     flush(folder)  # before anything older is deleted
     keep = {*all_checkpoints(folder)[-keep_last:], best_checkpoint(folder)}
-    for path in all_checkpoints(folder):
-        if path not in keep:
-            gone = path.with_name(f".tmp-deleted-{path.name}")
-            path.rename(gone)  # first: a kill leaves no half of a checkpoint under its name
-            shutil.rmtree(gone)
+    for path in {*all_checkpoints(folder)} - keep:
+        gone = path.rename(path.with_name(f".tmp-deleted-{path.name}"))  # a kill leaves no half under the right name
+        shutil.rmtree(gone)
     return final
 
 
@@ -140,10 +138,8 @@ def find_checkpoint(named: str, runs: Path, name: str | None = None, best: bool 
     if run:
         found = all_checkpoints(runs / run / FOLDER) or all_checkpoints(Path(run) / FOLDER)
     else:
-        folders = (folder for folder in runs.glob(f"**/{FOLDER}") if "BROKEN" not in str(folder))
-        every = (path for folder in folders for path in all_checkpoints(folder))
-        newest = max(every, key=lambda path: path.stat().st_mtime, default=None)
-        found = all_checkpoints(newest.parent) if newest else []
+        every = (all_checkpoints(folder) for folder in runs.glob(f"**/{FOLDER}") if "BROKEN" not in str(folder))
+        found = max(filter(None, every), key=lambda paths: max(path.stat().st_mtime for path in paths), default=[])
     if best and found and (lowest := best_checkpoint(found[0].parent)):
         found.append(lowest)
     for path in reversed(found):
