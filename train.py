@@ -306,13 +306,13 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     say("docs/break-it.md says which failures end in NaN, and when" if cfg.break_it.broken else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
-        return 1
-    found = probe.search(run.train_step, update.batch, update.rng)
-    say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
-    if found:
+    elif found := probe.search(run.train_step, update.batch, update.rng):
+        say(f"  probe: {found[0]}")
         run.step = step
         folder = save(run, into="faults", fault=found[1])
         say(f"  to see it again: {to_type('breakit.py', f'replay={folder}')}")
+    else:
+        say("  probe: the NaN does not begin in attention")
     return 1
 
 
