@@ -100,13 +100,11 @@ class Metrics:
             shown = (f"{name} {x:.3g}" for name, x in record.items() if isinstance(x, float) and "." not in name)
             return " | ".join([head, *shown])  # without the entropy of each head
         eta, mfu = record["eta_s"], record["mfu"]
-        return (
-            f"{head} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | "
-            f"{record['ms']:.1f} ms | {record['tokens_per_second'] / 1e3:.1f}k tok/s | "
-            + (f"mfu {mfu:.1%} | " if mfu else "")
-            + f"mem {record['memory_gib']:.2f} GiB"
-            + (f" | eta {int(eta) // 60}:{int(eta) % 60:02}" if eta is not None else "")
-        )
+        parts = [head, f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}",
+                 f"{record['ms']:.1f} ms", f"{record['tokens_per_second'] / 1e3:.1f}k tok/s",
+                 f"mfu {mfu:.1%}" if mfu else "", f"mem {record['memory_gib']:.2f} GiB",
+                 f"eta {int(eta) // 60}:{int(eta) % 60:02}" if eta is not None else ""]  # fmt: skip
+        return " | ".join(filter(None, parts))
 
     def say(self, text: str) -> None:
         try:
