@@ -53,12 +53,11 @@ class Loader:
     target equally often. (Independent random windows miss 37 % of the text in an epoch.)"""
 
     tokens: np.ndarray | Shards  # (N,)
-    documents: np.ndarray  # int64 (documents,): index of each document's first token
+    documents: np.ndarray | None  # int64 (documents,): index of each one's first token; None: no numbers in a batch
     _: KW_ONLY
     batch_size: int
     context_length: int
     seed: int
-    with_documents: bool = True  # compute the document numbers of each batch; takes about half the time of next()
     random_offset: bool = True  # False: cut from the first token on. Documents of T tokens are then windows
     rank: int = 0
     world_size: int = 1
@@ -78,7 +77,7 @@ class Loader:
         first = self.position + self.rank * self.batch_size
         starts = [self.start(sample) for sample in range(first, first + self.batch_size)]
         self.position += self.batch_size * self.world_size
-        return make_batch(self.tokens, self.documents if self.with_documents else None, starts, self.context_length)
+        return make_batch(self.tokens, self.documents, starts, self.context_length)
 
     def start(self, sample: int) -> int:
         """The index of a sample's first token."""
@@ -106,17 +105,16 @@ class Loader:
 
 
 def validation_batches(
-    tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int,
-    with_documents: bool = True, stride: int = 0,
-) -> list[Batch]:  # fmt: skip
+    tokens: np.ndarray | Shards, documents: np.ndarray | None, batch_size: int, T: int, max_tokens: int, stride: int = 0
+) -> list[Batch]:
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it, always the same; fewer if
-    the text is short. They begin at multiples of the stride (0: context_length, so that none overlap)."""
-    check_length(tokens, context_length, "validation")
-    windows = (len(tokens) - 1 - context_length) // (stride or context_length) + 1
-    taken = min(windows, max(1, max_tokens // context_length))
-    starts = np.arange(taken) * windows // taken * (stride or context_length)
+    the text is short. They begin at multiples of the stride (0: T, so that none overlap)."""
+    check_length(tokens, T, "validation")
+    windows = (len(tokens) - 1 - T) // (stride or T) + 1
+    taken = min(windows, max(1, max_tokens // T))
+    starts = np.arange(taken) * windows // taken * (stride or T)
     parts = np.split(starts, range(batch_size, taken, batch_size))
-    return [make_batch(tokens, documents if with_documents else None, part.tolist(), context_length) for part in parts]
+    return [make_batch(tokens, documents, part.tolist(), T) for part in parts]
 
 
 def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: list[int], T: int) -> Batch:

@@ -119,7 +119,7 @@ TABLE = {
     "data/dataset.py": [("a later file's documents have its own starts", "[begin + found for", "[found for", "data")],
     "data/loader.py": [
         ("all ranks have one batch", "self.position + self.rank * self.batch_size", "self.position", "data"),
-        ("the last window is left out", "// (stride or context_length) + 1", "// (stride or context_length)", "data")],
+        ("the last window is left out", "// (stride or T) + 1", "// (stride or T)", "data")],
     "data/prepare.py": [
         ("bpe learns from validation text", "for document in train for piece", "for document in train + val for piece",
          "data")],

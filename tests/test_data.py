@@ -126,8 +126,8 @@ STARTS = np.array([0, 5, 6, 400, 1000])
 
 
 def loader(tokens: np.ndarray | None = None, **options) -> Loader:
-    settings = {"batch_size": 5, "context_length": T, "seed": 1} | options
-    return Loader(np.arange(N) if tokens is None else tokens, STARTS, **settings)
+    settings = {"documents": STARTS, "batch_size": 5, "context_length": T, "seed": 1} | options
+    return Loader(np.arange(N) if tokens is None else tokens, **settings)
 
 
 def first_tokens(loader: Loader, batches: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_an_epoch_is_the_text_cut_into_windows_each_once_in_random_order():
 @pytest.mark.parametrize("count", [T + 1, 2 * T - 1, 2 * T, 3 * T - 3, 5 * T])
 def test_every_token_is_a_target_about_equally_often(count):
     """The last (N - T) mod T tokens of a text were in no window of any epoch."""
-    one, seen = loader(np.arange(count), batch_size=1, with_documents=False), np.zeros(count)
+    one, seen = loader(np.arange(count), batch_size=1, documents=None), np.zeros(count)
     for _ in range(2000 * one.windows):
         np.add.at(seen, one.next().y[0].numpy(), 1)
     assert 0.9 * seen.mean() < seen.min() <= seen.max() < 1.1 * seen.mean()

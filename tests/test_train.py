@@ -69,7 +69,7 @@ def test_the_validation_loss_and_its_bits_per_byte_are_those_of_the_saved_model(
     data = open_data(DataConfig("text", str(text), cache=cache), TokenizerConfig("bpe", 300))
     model = GPT(GPTConfig(**kept.state["config"]["model"]), AttentionConfig("naive")).eval()
     model.load_state_dict(kept.weights, strict=False)
-    batches = validation_batches(data.val, data.val_documents, 4, 32, 100000, False)
+    batches = validation_batches(data.val, None, 4, 32, 100000)
     nats = sum(model(x, y).item() * y.numel() for x, y, _ in batches)
     size = sum(int(data.token_bytes[y.numpy()].sum()) for _, y, _ in batches)
     (found,) = records(tmp_path / "x", "val_loss")

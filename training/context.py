@@ -41,12 +41,12 @@ def report(model: GPT, trained: Checkpoint) -> str:
         raise ValueError(f"{trained.path} is of no run, so there is no validation text to measure on")
     data, encoding = trained.options("data", DataConfig), from_json(trained.tokenizer)
     dataset = open_data(data, trained.options("tokenizer", TokenizerConfig), encoding, T, config["runs"])
-    size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T), model.attention_config.documents
+    size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T)
     state = trained.state["loader"]
-    own = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=state["seed"])
+    own = Loader(dataset.train, None, batch_size=1, context_length=T, seed=state["seed"])
     own.load_state_dict(state)  # ValueError if the training text was edited
     stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
-    batches = validation_batches(dataset.val, dataset.val_documents, *size, stride=stride)
+    batches = validation_batches(dataset.val, dataset.val_documents, *size, stride)
     set_precision(dtype := pick_dtype(config["dtype"], device))
     low = autocast(dtype, device)
     lines = table(given(model, batches, low), T)
