@@ -46,10 +46,8 @@ def build(config: TokenizerConfig, texts: Iterable[str], kept: tiktoken.Encoding
         return kept
     if config.kind == "bpe":
         return train_bpe(texts, config.vocab_size)
-    return byte_encoding() if config.kind == "byte" else gpt2_encoding()
-
-
-def byte_encoding() -> tiktoken.Encoding:
+    if config.kind == "gpt2":
+        return gpt2_encoding()
     ranks = {bytes([b]): b for b in range(256)}
     return tiktoken.Encoding("byte", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
 

@@ -15,7 +15,7 @@ from data.dataset import open_data
 from data.loader import Batch, validation_batches
 from data.made import second_half
 from data.prepare import DataConfig
-from data.tokenizer import TokenizerConfig, byte_encoding
+from data.tokenizer import TokenizerConfig, build
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.runs import last
@@ -122,7 +122,7 @@ class Reads(torch.nn.Module):
 def test_pass_keys_are_counted_by_the_depth_and_the_length_of_the_text(monkeypatch):
     monkeypatch.setattr(context, "TEXTS", 5)
     cells = [(256, 0), (512, 0), (512, 50), (512, 100)]
-    found = [context.retrieved(Reads(300), byte_encoding(), *cell, nullcontext()) for cell in cells]
+    found = [context.retrieved(Reads(300), build(TokenizerConfig("byte"), []), *cell, nullcontext()) for cell in cells]
     assert found == [1, 0, 0, 1]
 
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, processors
 
 import sample
 import train
-from data.tokenizer import END_OF_TEXT, byte_encoding, encode, train_bpe
+from data.tokenizer import END_OF_TEXT, TokenizerConfig, build, encode, train_bpe
 from model import generate
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
@@ -258,7 +258,7 @@ def test_a_tokenizer_gives_the_same_ids_there_and_back(kind, bpe, transformers, 
     later = {token: i + 1 for token, i in ranks.items()}
     whole = ranks | {b" unreached": V}  # no merge makes it, but it is taken where the text has it
     encoding = {
-        "byte": byte_encoding(),
+        "byte": build(TokenizerConfig("byte"), []),
         "bpe": bpe,
         "gpt2": tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=whole, special_tokens=end),
         "end first": tiktoken.Encoding("x", pat_str=LLAMA3, mergeable_ranks=later, special_tokens={END_OF_TEXT: 0}),

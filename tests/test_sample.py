@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import sample
-from data.tokenizer import byte_encoding, to_json
+from data.tokenizer import TokenizerConfig, build, to_json
 from model import generate
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
@@ -59,7 +59,8 @@ def keep(run: Path, model: GPT, step: int = 1, val_loss: float | None = None, br
     groups = {"model": model.config, "attention": AttentionConfig(block_m=16, block_n=16), "break_it": break_it}
     state = {"config": {name: asdict(group) for name, group in groups.items()}, "broken": break_it.label}
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return save_checkpoint(run / FOLDER, step, weights, {}, state | {"val_loss": val_loss}, to_json(byte_encoding()), 9)
+    tokenizer = to_json(build(TokenizerConfig("byte"), []))
+    return save_checkpoint(run / FOLDER, step, weights, {}, state | {"val_loss": val_loss}, tokenizer, 9)
 
 
 @pytest.fixture

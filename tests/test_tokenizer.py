@@ -4,7 +4,7 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import TokenizerConfig, byte_encoding, encode, from_json, to_json, to_text
+from data.tokenizer import TokenizerConfig, build, encode, from_json, to_json, to_text
 
 TEXT = 'def f(x):\r\n\treturn "caf\u00e9 \u20ac \U0001f600" * x  # <|endoftext|> is text here\n' * 20
 
@@ -37,9 +37,9 @@ def test_json_brings_back_the_same_tokenizer(encoding):
 
 
 def test_a_character_is_shown_once_it_is_complete():
-    cut = "\u20aca\u20ac".encode()[:-1]
-    assert [*to_text(byte_encoding(), cut)] == ["", "", "\u20ac", "a", "", "", "\ufffd"]
-    assert [*to_text(byte_encoding(), [300, 97, 256, 98])] == ["\ufffd", "a", ""]  # 300: of a padded vocabulary
+    encoding, cut = build(TokenizerConfig("byte"), []), "\u20aca\u20ac".encode()[:-1]
+    assert [*to_text(encoding, cut)] == ["", "", "\u20ac", "a", "", "", "\ufffd"]
+    assert [*to_text(encoding, [300, 97, 256, 98])] == ["\ufffd", "a", ""]  # 300: of a padded vocabulary
 
 
 def test_bpe_of_a_small_text_has_as_many_tokens_as_there_are_pairs_unless_their_number_is_set(make, tmp_path, capsys):
