@@ -101,7 +101,8 @@ def test_muon_is_torchs(shape, together, monkeypatch):
     monkeypatch.setattr(torch, "bfloat16", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torchs = torch.optim.Muon(two(shape), lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    ours = [Muon(two(shape), rate, 0.3, 0.9) for rate in (0.01, torch.tensor(0.01, dtype=torch.float64))]
+    rates = (0.01, torch.tensor(0.01, dtype=torch.float64))
+    ours = [Muon(two(shape), {"lr": rate, "weight_decay": 0.3, "momentum": 0.9}) for rate in rates]
     right, found, by_tensor = after_steps([torchs, *ours], shape)
     assert_float64_right(found, right, terms=5 * sum(shape))
     assert_float64_right(by_tensor, found, terms=10)

@@ -1,7 +1,6 @@
 """AdamW or Muon, and their learning rate."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import unwrap
 
@@ -51,7 +50,8 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     adamw = AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), fused=True, capturable=on_gpu)
-    return [Muon(matrices, lr, config.weight_decay, config.momentum), adamw] if matrices else [adamw]
+    muon = {"lr": lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+    return [Muon(matrices, muon), adamw] if matrices else [adamw]
 
 
 class NotCompiled(Optimizer):
@@ -78,9 +78,6 @@ class Muon(NotCompiled):
     all ranks gather each matrix and compute all of its update."""
 
     found_inf: Tensor | None = None
-
-    def __init__(self, params: Iterable[Tensor], lr: float | Tensor, weight_decay: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure=None):
