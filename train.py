@@ -167,11 +167,11 @@ def set_up(typed: DictConfig) -> Run:
         dataset = open_data(cfg.data, cfg.tokenizer, kept, T, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
-    starts = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
-    loader = Loader(dataset.train, starts[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
+    documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
+    loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
                     random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank,
                     world_size=ranks.data_size)  # fmt: skip
-    validation = validation_batches(dataset.val, starts[1], cfg.batch_size, T, cfg.eval_tokens)
+    validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
