@@ -366,32 +366,32 @@ def tile_of_queries(task, how: tl.constexpr):
 @triton.jit
 def key_tiles(task, b, tile, how: tl.constexpr):
     """Which tiles of keys a tile of queries visits: between()'s four numbers, and where the tile's list starts."""
-    n = tl.cdiv(task.T_k, how.BLOCK_N)
+    n_tiles = tl.cdiv(task.T_k, how.BLOCK_N)
     low = tile * how.BLOCK_M + task.T_k - task.T
     high = low + how.BLOCK_M - 1
-    found = between(low, high, task.at_least, task.at_most, n, task.T_k // how.BLOCK_N, how.BLOCK_N)
-    return listed(found, b, tile, n, task)
+    found = between(low, high, task.at_least, task.at_most, n_tiles, task.T_k // how.BLOCK_N, how.BLOCK_N)
+    return listed(found, b, tile, n_tiles, task)
 
 
 @triton.jit
 def query_tiles(task, b, tile, how: tl.constexpr):
     """Which tiles of queries a tile of keys visits. The last can be whole, because rows past the end have weight 0."""
-    n = tl.cdiv(task.T, how.BLOCK_M)
+    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     at_least = None if task.at_most is None else -task.at_most
     at_most = None if task.at_least is None else -task.at_least
     low = tile * how.BLOCK_N + task.T - task.T_k
-    found = between(low, low + how.BLOCK_N - 1, at_least, at_most, n, n, how.BLOCK_M)
-    return listed(found, b, tile, n, task)
+    found = between(low, low + how.BLOCK_N - 1, at_least, at_most, n_tiles, n_tiles, how.BLOCK_M)
+    return listed(found, b, tile, n_tiles, task)
 
 
 @triton.jit
-def listed(found, b, tile, n, task):
+def listed(found, b, tile, n_tiles, task):
     """found, and a number that is not used. With a table of visits: places in this tile's list, the cut tiles first (0,
     the number of cut tiles, that of all tiles, twice), and where the list starts."""
     start, whole_start, whole_stop, stop = found
     line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.local_m is not None:
-        start, whole_start, whole_stop, stop = in_order(0, n, n, n)
+        start, whole_start, whole_stop, stop = in_order(0, n_tiles, n_tiles, n_tiles)
     if task.visits is not None:
         line = b.to(tl.int64) * task.visits_b + tile.to(tl.int64) * task.visits_n
         stop = tl.load(task.visits + line)
@@ -400,14 +400,14 @@ def listed(found, b, tile, n, task):
 
 
 @triton.jit
-def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
-    """Which of n tiles of keys a tile of queries visits, or the other way round, and which of them are whole.
+def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr):
+    """Which of n_tiles tiles of keys a tile of queries visits, or the other way round, and which of them are whole.
 
-    Each of the n tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
+    Each of the tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
     is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
     among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
     tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
-    start, whole_start, whole_stop, stop = 0, 0, n_whole, n
+    start, whole_start, whole_stop, stop = 0, 0, n_whole, n_tiles
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
         whole_start = tl.cdiv(tl.maximum(high + at_least, 0), BLOCK)

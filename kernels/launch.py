@@ -125,7 +125,7 @@ def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
     """The tiles of kernel "forward", "dq" or "dkdv" for q (B, H, T, D), on q's device."""
     if q.dtype == torch.float32:
         return FLOAT32
-    size = (q.shape[3] > 64) + (q.shape[3] > 128)
+    size = (q.shape[3] > 64) + (q.shape[3] > 128)  # the column of the tables
     spills = kernel == "forward" and size == 2 and not has_descriptors(q.device)
     if shared_memory(q.device) < 160 * 1024 or spills:
         return LEAN[kernel][size]

@@ -46,7 +46,7 @@ def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.c
     target = tl.load(targets + row)
     counted = (target != IGNORE).to(tl.float32)
     target = tl.where(target == IGNORE, 0, target)
-    # Read before pass 2 writes over it. A target that is no row of the table must not read another's memory.
+    # Read before pass 2 writes over it. A target that is no column must not read another row's memory.
     at_target = tl.load(logits + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
 
     # m stays finite. So a logit of -inf has weight exp2(-inf) = 0, and one of inf makes l, lse and the loss inf.

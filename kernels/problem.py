@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return round(256 * self.dropout_p)
 
 
-# Problem as the arguments of a custom op.
+# The fields of Problem, in their order, as the arguments of a custom op.
 FIELDS = (
     "SymInt T, SymInt T_k, bool causal, int? window, Tensor? documents, Tensor? blocks, int block_size, float scale, "
     "float? softcap, Tensor? slopes, Tensor? seed, float dropout_p, str[] broken"

@@ -326,7 +326,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
             t = nth_tile(x, first, stop, how)
             before = tile  # how many tiles of keys add to tile t before this one
             if how.G == 1:
-                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees
+                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # the last tile of keys that tile t sees
                 if how.CAUSAL:
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
                 before = last - tile
@@ -468,7 +468,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         mbarrier.arrive(shared.q_free.index(place), count=1)
     else:
         dq_c = start_dq(count, shared, how, C)
-        await_place(count, shared, C)  # while products run
+        await_dq_place(count, shared, C)  # while products run
         dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
         mbarrier.arrive(shared.do_free.index(place), count=1)
@@ -484,7 +484,7 @@ def opaque(x: gl.constexpr):
 
 
 @gluon.jit
-def await_place(count, shared, C: gl.constexpr):
+def await_dq_place(count, shared, C: gl.constexpr):
     """Waits until the adder has read the half of a tile of dq whose place the next one takes."""
     mbarrier.wait(shared.dq_free.index((count & 1) * 2 + C), count >> 1 & 1 ^ 1)
 
@@ -496,7 +496,7 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
     if how.DQ_FIRST:
-        await_place(count, shared, C)
+        await_dq_place(count, shared, C)
     place = (count & 1) * 2 + C
     # (64, 64) as (16, 256), with the four numbers that a thread has in a row beside each other. Then it stores all four
     # at once, and the threads of a warp write to different banks of shared memory.
