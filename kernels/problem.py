@@ -60,14 +60,15 @@ def empty_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
     """Empty dq, dk and dv. In self-attention one tensor (B, T, H + 2 H_kv, D) holds them, as the projection's output
-    held q, k and v: then a compiled model need not copy them together."""
+    held q, k and v: then a compiled model need not copy them together. An op may not return views of one memory, so
+    in_parts() comes after it."""
     if q.shape[2] == k.shape[2]:
         return [empty_heads(q, q.shape[1] + 2 * k.shape[1]).transpose(1, 2)]
     return [empty_heads(x) for x in (q, k, k)]
 
 
 def in_parts(found: list[Tensor], q: Tensor, k: Tensor) -> list[Tensor]:
-    """dq, dk and dv, each (B, H or H_kv, T, D), of empty_gradients(). An op may not return views of one memory."""
+    """dq, dk and dv, each (B, H or H_kv, T, D), of empty_gradients()."""
     if len(found) == 3:
         return found
     return [x.transpose(1, 2) for x in found[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]

@@ -38,44 +38,44 @@ def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> li
     return launch.backward(q, k, v, o, lse2, do, dlse, Problem(*problem))
 
 
-REST = f"str impl, SymInt block_m, SymInt block_n, {FIELDS}"
+OPTIONS = f"str impl, SymInt block_m, SymInt block_n, {FIELDS}"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
-torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor, Tensor)")
 OF_BACKWARD = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {REST}) -> Tensor[]")
+torch.library.define("tilegpt::attention_backward", f"({OF_BACKWARD}, {OPTIONS}) -> Tensor[]")
 torch.library.impl("tilegpt::attention", "default", forward)
 torch.library.impl("tilegpt::attention_backward", "default", backward)
 flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
 
 
 @torch.library.register_fake("tilegpt::attention")
-def fake_forward(q, k, v, *rest):
+def fake_forward(q, k, v, *options):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return empty_heads(q), lse, torch.empty_like(lse)
 
 
 @torch.library.register_fake("tilegpt::attention_backward")
-def fake_backward(q, k, v, o, lse2, do, dlse, impl, *rest):
+def fake_backward(q, k, v, o, lse2, do, dlse, impl, *options):
     return empty_gradients(q, k) if impl == "triton" else [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 def keep_for_backward(ctx, inputs, output):
-    q, k, v, *rest = inputs
+    q, k, v, *options = inputs
     o, _, lse2 = output
     ctx.mark_non_differentiable(lse2)
     ctx.set_materialize_grads(False)
     # Of Problem's fields documents, blocks, slopes and seed are tensors, which are saved as such.
-    ctx.rest = [None if isinstance(x, Tensor) else x for x in rest]
-    ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in rest))
+    ctx.options = [None if isinstance(x, Tensor) else x for x in options]
+    ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in options))
 
 
 def backward_of_op(ctx, do, dlse, _):
     if torch.is_grad_enabled():  # create_graph=True, in which dq, dk and dv would count as constants
         raise RuntimeError("tiled and triton have no second derivative; use attention=naive")
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
-    rest = [x if saved is None else saved for x, saved in zip(ctx.rest, tensors, strict=True)]
+    options = [x if saved is None else saved for x, saved in zip(ctx.options, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do
-    return *in_parts(flash_backward(q, k, v, o, lse2, do, dlse, *rest), q, k), *[None] * len(rest)
+    return *in_parts(flash_backward(q, k, v, o, lse2, do, dlse, *options), q, k), *[None] * len(options)
 
 
 torch.library.register_autograd("tilegpt::attention", backward_of_op, setup_context=keep_for_backward)
