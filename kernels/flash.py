@@ -386,8 +386,8 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def listed(found, b, tile, n_tiles, task):
-    """found, and a number that is not used. With a table of visits: places in this tile's list, the cut tiles first (0,
-    the number of cut tiles, that of all tiles, twice), and where the list starts."""
+    """start, whole_start, whole_stop, stop, line. Without a table of visits the four are `found`, and `line` is unused.
+    With one they are places in this tile's list, which begins at `line` and has the cut tiles first, then the whole."""
     start, whole_start, whole_stop, stop = found
     line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.local_m is not None:
