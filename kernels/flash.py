@@ -325,9 +325,9 @@ def keep_mask(task, n, row0, column0, row, column):
     """Step 4: the bits of model/dropout.py. Each kernel draws them again. row and column count from the corner of the
     tile, row0 and column0, which are multiples of 32.
 
-    Elements that are 8 apart in rows and columns share a Philox call, and one thread holds them in the result of a
-    matrix product. The compiler makes that call once if it can prove that their counters are equal. Counting from the
-    corner helps that proof, and so does `row & 6 | row & 1` in place of `row & 7`."""
+    Elements that are 8 apart in rows and columns share a Philox call, and a thread holds 8 or 16 such elements of a
+    matrix product's result. The compiler makes that call once if it can prove that their counters are equal. Counting
+    from the corner helps that proof, and so does `row & 6 | row & 1` in place of `row & 7`."""
     seed = tl.load(task.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)

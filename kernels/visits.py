@@ -50,7 +50,7 @@ def visit_lists(problem: Problem, block_m: int, block_n: int, form: str, device:
     """tile_table() as kernels/flash.py reads it: int32 (1 or B, tiles, ...), a line for each tile of rows (form="rows")
     or of columns (form="columns"): how many tiles it visits, how many of these the mask cuts, then their numbers, the
     cut ones first. 4 (T / block_m) (T_k / block_n) bytes a sequence: 1 MiB for 64k tokens and tiles of 128."""
-    # A kernel that goes through rows gives those past the last the weight 0, so they need no mask.
+    # With columns the kernel goes through rows, and gives those past the last the weight 0, so they need no mask.
     visited, whole = tile_table(problem, block_m, block_n, device, cut_last=form == "rows")
     if form == "columns":
         visited, whole = visited.mT, whole.mT

@@ -16,7 +16,7 @@ are 01, so its word is 1, and the counter has 0 << 3 | 0b101.
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns: a thread holds such 16 numbers of a tensor core's result.
+The weights of one call are 8 apart in rows and columns: a thread holds 8 or 16 such numbers of a tensor core's result.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.

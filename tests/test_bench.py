@@ -133,7 +133,8 @@ def test_who_finds_no_memory_ends_its_series_and_the_others_go_on(monkeypatch, t
     monkeypatch.setattr(race, "check", lambda *_: names)
     monkeypatch.setattr(race, "attempt", attempt)
     with pytest.raises(KeyboardInterrupt):
-        race_of(tmp_path, lengths=[16, 32, 64, 128, 256], tokens=1, dropout_p=[0.0])
+        race_of(tmp_path, lengths=[16, 32, 64, 128, 256], tokens=1, dropout_p=[0.0], window=7, heads=[2], kv_heads=1)
+    assert {(row["H"], row["H_kv"], row["window"]) for row in table_of(tmp_path / "results.csv")} == {("2", "1", "7")}
     rows = [row for row in table_of(tmp_path / "results.csv") if row["pass"] == "forward"]
     lengths = {name: [(int(row["T"]), bool(row["ms"])) for row in rows if row["impl"] == name] for name in names}
     assert lengths["tiled"] == [(16, True), (32, True), (64, False), (128, False)]

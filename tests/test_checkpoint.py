@@ -125,6 +125,15 @@ def test_resume_finds(runs, named, name, expected):
     assert find_checkpoint(str(path), runs).step == 1
 
 
+def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
+    """It began first. A run that has saved nothing yet is none."""
+    (tmp_path / "empty" / FOLDER).mkdir(parents=True)
+    for run, step in (("a", 1), ("b", 1), ("b", 2), ("a", 3)):
+        save(tmp_path / run / FOLDER, step, 1.0)
+        os.utime(tmp_path / run / FOLDER / f"step_{step:06}", times=(step, step))
+    assert find_checkpoint("auto", tmp_path).path == tmp_path / "a" / FOLDER / "step_000003"
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "state.json", "tokenizer.json"])
 def test_a_folder_that_does_not_load_is_named_and_the_one_before_it_taken(runs, capsys, file):
     path = runs / "old" / FOLDER / "step_000002"

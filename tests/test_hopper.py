@@ -97,10 +97,10 @@ def test_a_section_begins_with_the_rows_that_see_the_most_keys():
     assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
 
 
-@pytest.mark.parametrize(("limit", "value"), [("SUMS_BYTES", 4 * (4 * 2 * 256 * 64)), ("SECTION", 8)])
+@pytest.mark.parametrize(("limit", "value"), [("SUMS_BYTES", 4 * (4 * 2 * 256 * 64)), ("SECTION", 8), ("SECTION", 1)])
 def test_heads_that_are_not_computed_at_once_take_turns(limit, value, monkeypatch):
-    """Four key heads, then two. Each has two tiles of keys, and 2 * 256 * 64 sums of its two query heads."""
-    case = Case(200, B=2, H=6, H_kv=3, D=64)
+    """Four key heads, then two; or one by one. Each has two tiles of keys, and 2 * 256 * 64 sums of two query heads."""
+    case = Case(200, B=2, H=6, H_kv=3, D=64, dropout_p=0.2)
     whole = backward(case)
     monkeypatch.setattr(on_cpu("backward"), limit, value)
     assert same(backward(case), whole)

@@ -259,6 +259,7 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_its_batch_with_all_before
     assert "key tile 0" in said
     assert [record["step"] for record in records(folder)] == [1, 2]
     (fault,) = (folder / "faults").iterdir()
+    assert fault.name == "step_000002"
     assert f"replay={fault}" in said
     kept = load_file(fault / "training.safetensors")
     assert kept["batch.x"].shape == kept["batch.y"].shape == (4, 32)

@@ -177,6 +177,7 @@ def test_the_checkpoint_that_was_asked_for_speaks(call, write, run):
 def test_a_broken_models_text_is_stamped(call, run):
     keep(run, parrot([*b"text", END]), broken="no_scale")
     ended = call(sample, f"runs={run.parent}", "run=x", "num_samples=2")
+    assert ended.err.count("4 tokens in ") == 2
     assert ended.out == "".join(f"BROKEN[no_scale] --- sample {n} of 2\ntext\n" for n in (1, 2))
     assert all(line.startswith("BROKEN[no_scale]") for line in ended.err.splitlines() if "tokens in" not in line)
 

@@ -13,7 +13,7 @@ import torch
 
 import train
 from data.dataset import open_data
-from data.loader import validation_batches
+from data.loader import Loader, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig
@@ -55,11 +55,19 @@ def test_every_attention_trains_on_one_curve(small_run, tmp_path, option, steps)
                "attention.softmax_scale=2.0", "attention.documents=true"]
 )  # fmt: skip
 def test_an_option_of_attention_reaches_training_and_validation(small_run, tmp_path, option):
-    small_run(f"steps=2 eval_every=2 {option} name=with")
-    small_run("steps=2 eval_every=2 name=without")
+    same_weights = "steps=2 eval_every=2 optimizer.lr=1e-30"
+    small_run(f"{same_weights} {option} name=with")
+    small_run(f"{same_weights} name=without")
     a, b = (records(tmp_path / name) + records(tmp_path / name, "val_loss") for name in ("with", "without"))
     assert a[0]["loss"] != b[0]["loss"]
     assert a[-1]["val_loss"] != b[-1]["val_loss"]
+
+
+def test_a_window_is_a_document_if_a_source_makes_them_for_the_context(small_run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Loader, "next", lambda loader, real=Loader.next: seen.append(real(loader)) or seen[-1])
+    small_run("steps=9 data.source=recall data.path=null")
+    assert all((batch.x[:, 0] == 256).all() for batch in seen)  # the end of the text before it
 
 
 def test_the_validation_loss_and_its_bits_per_byte_are_those_of_the_saved_model(small_run, small, text, tmp_path):

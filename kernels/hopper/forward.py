@@ -293,7 +293,7 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
-    """Steps 1 to 6 for one tile of queries. A turn of the loop starts step 1 of a tile, then step 5 of the one before.
+    """Steps 1 to 6 for one tile of queries. A pass of the loop starts step 1 of a tile, then step 5 of the one before.
     phase: of the barrier of q. Returns the new count."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
@@ -362,8 +362,8 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
     """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
-    all compute exponentials. The hardware's barriers from 9 on are theirs; Triton uses those below. 256: the
-    threads of two consumers, of which one waits. Triton requires a result of assembly."""
+    all compute exponentials. The hardware's barriers from 9 on are theirs; Triton uses those below. 256: the threads of
+    two consumers, of which one waits. Triton requires a result of assembly."""
     if how.TURNS:
         wait: gl.constexpr = f"bar.sync {9 + C}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
