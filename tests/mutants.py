@@ -33,7 +33,7 @@ TABLE = {
         ("a window is lost if few queries come", "config.window < T + T_k else", "config.window < T else", "attention"),
         ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention")],
     "model/op.py": [
-        ("lse has no gradient", "lse2, do, dlse, *rest), q, k)", "lse2, do, None, *rest), q, k)", "attention")],
+        ("lse has no gradient", "lse2, do, dlse, *options), q, k)", "lse2, do, None, *options), q, k)", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
         ("tiled holds T x T floats", "o = empty_heads(q)\n", "o, t = empty_heads(q), q.new_empty(B, H, T, T)\n",
