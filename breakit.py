@@ -49,8 +49,8 @@ class Lab:
 
     def __post_init__(self):
         check(self)
-        if self.look and not self.prompt:
-            raise ValueError("look=true reads a text: give prompt=TEXT")
+        if self.look != bool(self.prompt):
+            raise ValueError("look=true reads a text, and nothing else does: give both look=true and prompt=TEXT")
         if self.trace + self.look + (self.replay is not None) + (self.reveal is not None) > 1:
             raise ValueError("trace=, look=, replay= and reveal= are different things: give one of them")
 

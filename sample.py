@@ -56,8 +56,8 @@ class Config(Sampler):
 
     def __post_init__(self):
         check(self)
-        if self.prompt and self.prompt_file:
-            raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
+        if bool(self.prompt) + bool(self.prompt_file) + self.context + bool(self.export) > 1:
+            raise ValueError("prompt=, prompt_file=, context= and export= are different things: give one of them")
 
 
 def sample(cfg: Config) -> None:

@@ -69,7 +69,7 @@ class Config:
 
     name: str | None = key(None, "name of the run and its folder; null: the date", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
-    resume: str | None = key(None, "go on with a run: auto (name=, or the newest) | its name | a path", least=1)
+    resume: str | None = key(None, "go on with a run: auto (name= or the newest not BROKEN) | a name | a path", least=1)
     init_from: str | None = key(None, "begin with weights: a run's best, a path, or transformers' hf:NAME", least=1)
     seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0)
 

@@ -21,7 +21,7 @@ def row(folder: Path) -> dict[str, str | float]:
         "best val loss": round(best["val_loss"], 4) if best else "-",
         "bits per byte": round(best["val_bits_per_byte"], 4) if best else "-",
         "at step": best["step"] if best else 0,
-        "minutes": round(evaluated[-1]["seconds"] / 60, 1) if evaluated else 0.0,
+        "minutes": round(evaluated[-1]["seconds"] / 60, 1) if evaluated else "-",
         "typed": (folder / "typed.txt").read_text(encoding="utf-8"),
     }
 
