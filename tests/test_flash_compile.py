@@ -157,7 +157,11 @@ SWITCHES = [
     ("(l if how.NO_RESCALE_SUM else l * alpha)", "l * alpha"),
     ("        if not how.NO_RESCALE_OUTPUT:\n            acc = acc", "        acc = acc"),
     ("    if task.local_m is not None:\n        seen = seen & (j % task.local_n <= i % task.local_m)\n", ""),
-    ("    if task.local_m is not None:\n        start, whole_start, whole_stop, stop = in_order(0, n, n, n)\n", ""),
+    (
+        "    if task.local_m is not None:\n"
+        "        start, whole_start, whole_stop, stop = in_order(0, n_tiles, n_tiles, n_tiles)\n",
+        "",
+    ),
 ]
 
 

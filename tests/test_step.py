@@ -167,7 +167,7 @@ def test_an_edited_gradient_of_attention_is_not_that_of_a_compiled_graph_kept_fr
     for do in ("do", "0 * do"):
         file = tree / "model" / "op.py"
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace("lse2, do, dlse, *rest), q", f"lse2, {do}, dlse, *rest), q"))
+        file.write_text(text.replace("lse2, do, dlse, *options), q", f"lse2, {do}, dlse, *options), q"))
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", ONE_UPDATE]
         norms.append(float(subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, check=True).stdout))
