@@ -333,8 +333,8 @@ def keep_mask(task, n, row0, column0, row, column):
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
     c1 = (column0 >> 5 << 3).to(tl.uint32) + ((column >> 5 << 3) | (column & 6) | (column & 1)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
-    upper, odd = (row & 16) != 0, (row & 8) != 0
-    word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+    bit4, bit3 = (row & 16) != 0, (row & 8) != 0
+    word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
     # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
     return (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
 

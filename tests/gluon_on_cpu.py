@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import launch
+from kernels.hopper import backward, forward  # with the real Gluon, of which not all is made here
 from model.dropout import philox as philox_of_model
 from tests.orders import Job, Orders, job
 
@@ -345,8 +346,6 @@ def launched(module: ModuleType, name: str, seed: int, *args: Any) -> None:
 @contextmanager
 def hopper_on_cpu(seed: int = 0, **changed: ModuleType) -> Iterator[None]:
     """Here triton runs the kernels for Hopper, in the order of `seed`. changed: modules of on_cpu(), with faults."""
-    from kernels.hopper import backward, forward
-
     of = {name: partial(launched, changed.get(name) or on_cpu(name), name, seed) for name in ("forward", "backward")}
     with (
         patch.object(launch, "is_hopper", lambda device: True),

@@ -1,7 +1,7 @@
 """The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read forward.py first, for its machinery.
 
-Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size. n = b*H + h,
-and kv is a key head, counted from the first of a launch.
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size. n = b*H + h;
+key_head counts b*H_kv + h_kv from the first of a launch.
     q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
 
 The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
@@ -228,14 +228,14 @@ def items_of(task, how: gl.constexpr):
 
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
-    """kv and a tile of keys; the first tile of queries that sees it, the first that the mask does not cut, and how many
-    there are. The last keys of a head come first: they have the fewest tiles of queries, so the tiles of keys that add
-    after them seldom wait. With several query heads, whose q and do would not fit the L2 cache, all tiles of keys visit
-    the same queries at the same time; the first keys, which have the most, come first."""
+    """key_head and a tile of keys; the first tile of queries that sees it, the first that the mask does not cut, and
+    how many there are. The last keys of a head come first: they have the fewest tiles of queries, so the tiles of keys
+    that add after them seldom wait. With several query heads, whose q and do would not fit the L2 cache, all tiles of
+    keys visit the same queries at the same time; the first keys, which have the most, come first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
-    kv, tile = item // per_head, per_head - 1 - item % per_head
+    key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        kv, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
+        key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
@@ -243,7 +243,7 @@ def item_at(item, task, how: gl.constexpr):
         first = gl.maximum(low, 0) // how.BLOCK_M
         whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
     whole = gl.where((tile + 1) * (2 * how.KEYS) > task.T_k, stop, whole)
-    return kv, tile, first, whole, stop
+    return key_head, tile, first, whole, stop
 
 
 @gluon.jit
@@ -253,10 +253,10 @@ def nth_tile(x, first, stop, how: gl.constexpr):
 
 
 @gluon.jit
-def head_at(kv, task, how: gl.constexpr):
+def head_at(key_head, task, how: gl.constexpr):
     """b and h_kv of a key head."""
     H_kv = task.H // how.G
-    return (task.begin + kv) // H_kv, (task.begin + kv) % H_kv
+    return (task.begin + key_head) // H_kv, (task.begin + key_head) % H_kv
 
 
 @gluon.jit
@@ -268,8 +268,8 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     item = gl.atomic_add(counters, 1)
     tell(shared, nth, item)
     while item < items_of(task, how):
-        kv, tile, first, _, stop = item_at(item, task, how)
-        b, h_kv = head_at(kv, task, how)
+        key_head, tile, first, _, stop = item_at(item, task, how)
+        b, h_kv = head_at(key_head, task, how)
         mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
         for c in gl.static_range(2):
@@ -321,7 +321,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
     nth = 0  # of the tiles of keys that this program takes
     item = told(shared, nth, 1)
     while item < items_of(task, how):
-        kv, tile, first, _, stop = item_at(item, task, how)
+        key_head, tile, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
             t = nth_tile(x, first, stop, how)
             before = tile  # how many tiles of keys add to tile t before this one
@@ -331,7 +331,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
                 before = last - tile
             for g in range(how.G):
-                half = ((kv * how.G + g) * stop + t) * 2 + C
+                half = ((key_head * how.G + g) * stop + t) * 2 + C
                 added = counters + (1 + half)
                 place = (count & 1) * 2 + C
                 while acquired(added) != before:
@@ -372,13 +372,13 @@ def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
 def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of kv_full. Returns the new count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    kv, tile, first, whole, stop = item_at(item, task, how)
+    key_head, tile, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    head = (task.begin + kv) * how.G
+    head = (task.begin + key_head) * how.G
     for part in gl.static_range(2):  # masked tiles are part 0, or part 1 where nth_tile() counts down
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
         for x in range(high - low):
@@ -396,7 +396,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * task.dk_scale).to(dk.dtype))
     as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * task.dv_scale).to(dv.dtype))
     fence_async_shared()
-    b, h_kv = head_at(kv, task, how)
+    b, h_kv = head_at(key_head, task, how)
     async_store(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
     async_store(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
