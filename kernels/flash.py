@@ -59,12 +59,11 @@ class Task(NamedTuple):
     at_most: int | None  # the highest: 0 if causal, else window - 1
     local_m: int | None  # break_it=local_mask: the causal mask counts from the corner of a tile of local_m x local_n
     local_n: int | None
-    documents: Tensor | None  # (B, T_k)
+    documents: Tensor | None  # (B, T_k, 2): the first and the last place of each token's document
     blocks: Tensor | None  # bool
     block_size: int
     block_columns: int
     visits: Tensor | None  # visit_lists() of kernels/visits.py; None: arithmetic is enough
-    visits_b: int  # from one sequence's table to the next; 0: all have one
     visits_n: int  # numbers in a line of the table
     scale: float
     scale2: float  # scale * log2(e), rounded to float32 once, not twice
@@ -296,16 +295,16 @@ def visible(task, b, i, j):
     last = task.T_k - 1
     if task.at_most is not None:
         last = tl.minimum(i + (first + task.at_most), last)
+    if task.documents is not None:
+        span = task.documents + (b.to(tl.int64) * task.T_k + first + i) * 2
+        last = tl.minimum(tl.load(span + 1, mask=i < task.T, other=0), last)
     seen = j <= last
     if task.at_least is not None:
         seen = seen & (j >= i + (first + task.at_least))
     if task.local_m is not None:
         seen = seen & (j % task.local_n <= i % task.local_m)
     if task.documents is not None:
-        documents = task.documents + b.to(tl.int64) * task.T_k
-        of_row = tl.load(documents + first + i, mask=i < task.T, other=0)
-        of_key = tl.load(documents + j, mask=j < task.T_k, other=0)
-        seen = seen & (of_row == of_key)
+        seen = seen & (j >= tl.load(span, mask=i < task.T, other=0))
     if task.blocks is not None:
         block = tl.maximum(i + first, 0) // task.block_size * task.block_columns + j // task.block_size
         seen = seen & tl.load(task.blocks + block, mask=(i < task.T) & (j < task.T_k), other=0).to(tl.int1)
@@ -370,7 +369,8 @@ def key_tiles(task, b, tile, how: tl.constexpr):
     low = tile * how.BLOCK_M + task.T_k - task.T
     high = low + how.BLOCK_M - 1
     found = between(low, high, task.at_least, task.at_most, n_tiles, task.T_k // how.BLOCK_N, how.BLOCK_N)
-    return listed(found, b, tile, n_tiles, task)
+    found = in_documents(found, b, low, high, 0, task, how.BLOCK_N)
+    return listed(found, tile, n_tiles, task)
 
 
 @triton.jit
@@ -379,13 +379,31 @@ def query_tiles(task, b, tile, how: tl.constexpr):
     n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     at_least = None if task.at_most is None else -task.at_most
     at_most = None if task.at_least is None else -task.at_least
-    low = tile * how.BLOCK_N + task.T - task.T_k
-    found = between(low, low + how.BLOCK_N - 1, at_least, at_most, n_tiles, n_tiles, how.BLOCK_M)
-    return listed(found, b, tile, n_tiles, task)
+    first = task.T_k - task.T  # the position of row 0
+    low, high = tile * how.BLOCK_N, tile * how.BLOCK_N + how.BLOCK_N - 1
+    found = between(low - first, high - first, at_least, at_most, n_tiles, n_tiles, how.BLOCK_M)
+    found = in_documents(found, b, low, high, first, task, how.BLOCK_M)
+    return listed(found, tile, n_tiles, task)
 
 
 @triton.jit
-def listed(found, b, tile, n_tiles, task):
+def in_documents(found, b, low, high, first, task, BLOCK: tl.constexpr):
+    """`found` by between(), without the tiles outside of the documents of the tokens low to high. first: the position
+    of the other tiles' number 0."""
+    if task.documents is not None:
+        start, whole_start, whole_stop, stop = found
+        span = task.documents + b.to(tl.int64) * task.T_k * 2
+        of_low, of_high = span + low * 2, span + tl.minimum(high, task.T_k - 1) * 2
+        start = tl.maximum(start, tl.maximum(tl.load(of_low) - first, 0) // BLOCK)
+        whole_start = tl.maximum(whole_start, tl.cdiv(tl.maximum(tl.load(of_high) - first, 0), BLOCK))
+        whole_stop = tl.minimum(whole_stop, tl.maximum(tl.load(of_low + 1) + 1 - first, 0) // BLOCK)
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(tl.load(of_high + 1) + 1 - first, 0), BLOCK))
+        found = in_order(start, whole_start, whole_stop, stop)
+    return found
+
+
+@triton.jit
+def listed(found, tile, n_tiles, task):
     """start, whole_start, whole_stop, stop, line. Without a table of visits the four are `found`, and `line` is unused.
     With one they are places in this tile's list, which begins at `line` and has the cut tiles first, then the whole."""
     start, whole_start, whole_stop, stop = found
@@ -393,7 +411,7 @@ def listed(found, b, tile, n_tiles, task):
     if task.local_m is not None:
         start, whole_start, whole_stop, stop = in_order(0, n_tiles, n_tiles, n_tiles)
     if task.visits is not None:
-        line = b.to(tl.int64) * task.visits_b + tile.to(tl.int64) * task.visits_n
+        line = tile.to(tl.int64) * task.visits_n
         stop = tl.load(task.visits + line)
         start, whole_start, whole_stop = stop * 0, tl.load(task.visits + line + 1), stop
     return start, whole_start, whole_stop, stop, line + 2

@@ -185,7 +185,7 @@ def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
 def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> Task:
     """The Task of a kernel of kernels/flash.py. form: of visit_lists()."""
     table = None  # the kernel computes which tiles it visits
-    if problem.documents is not None or problem.blocks is not None:
+    if problem.blocks is not None:
         table = visit_lists(problem, sizes.BLOCK_M, sizes.BLOCK_N, form, q.device)
     H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
     at_most = 0 if problem.causal else None if window is None else window - 1
@@ -196,8 +196,8 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> 
         "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
         "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
         "block_columns": 0 if blocks is None else blocks.shape[1],
-        "visits": table, "visits_b": 0 if table is None or len(table) == 1 else table.stride(0),
-        "visits_n": 0 if table is None else table.shape[2], "scale2": problem.scale * math.log2(math.e),
+        "visits": table, "visits_n": 0 if table is None else table.shape[1],
+        "scale2": problem.scale * math.log2(math.e),
         "threshold": problem.threshold, "zero": 0.0, "keep_scale": 256 / (256 - problem.threshold),
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))

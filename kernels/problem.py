@@ -18,7 +18,7 @@ class Problem(NamedTuple):
     T_k: int
     causal: bool  # a query sees the keys up to its position
     window: int | None  # a query sees the keys with |position - column| < window
-    documents: Tensor | None  # integers (B, T_k): a query sees its own document; the queries are the last T tokens
+    documents: Tensor | None  # int32 (B, T_k, 2): spans_of() of model/mask.py; the queries are the last T tokens
     blocks: Tensor | None  # bool (rows, columns): which blocks of block_size x block_size scores are computed
     block_size: int
     scale: float  # multiplies q k^T

@@ -84,7 +84,8 @@ def attention(
     q (B, H, T, D); k, v (B, H_kv, T_k, D); one float dtype, any strides.
     causal: row i sees key j if j <= i + T_k - T, so the last row is aligned with the last key, as in flash-attention.
     seed: int64 scalar tensor on q's device, for the mask of model/dropout.py. None: no dropout, as in evaluation.
-    documents: integers (B, T_k), the document of each token. The queries are the last T tokens.
+    documents: int32 (B, T_k, 2), spans_of() of model/mask.py: where each token's document begins and ends. The queries
+    are the last T tokens.
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     Only naive has second derivatives (a gradient penalty) and a forward mode: the jvp of tiled and triton is 0."""
@@ -157,8 +158,8 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
         raise ValueError(f"q {q.dtype} {q.device}, k {k.dtype} {k.device}, v {v.dtype} {v.device}: want one of each")
     (_, H, T, D), T_k = q.shape, k.shape[2]
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    if documents is not None and (documents.shape != (k.shape[0], T_k) or T > T_k or documents.is_floating_point()):
-        raise ValueError(f"documents {documents.dtype} {tuple(documents.shape)}: want integers (B, T_k), and T <= T_k")
+    if documents is not None and (documents.shape != (*k.shape[:3:2], 2) or T > T_k or documents.dtype != torch.int32):
+        raise ValueError(f"documents {documents.dtype} {tuple(documents.shape)}: want spans_of() of (B, T_k), T <= T_k")
     scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0 and seed.device == q.device
     if seed is not None and not scalar:
         raise ValueError(f"seed={seed!r}: want an int64 scalar on {q.device}, as torch.tensor(5) on a CPU")

@@ -18,6 +18,7 @@ from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import draw_seeds
 from model.loss import next_token_loss
+from model.mask import spans_of
 
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda y: F.relu(y).square()}
 
@@ -212,12 +213,12 @@ class GPT(nn.Module):
         T, config, device = idx.shape[1], self.config, idx.device
         if T > config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={config.context_length}")
-        documents = documents if self.attention_config.documents else None
+        spans = None if documents is None or not self.attention_config.documents else spans_of(documents)
         positions, before = place(idx) if sequence is None else sequence.place(idx)
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
-            if documents is not None:  # a document's first token has none before it (nor has position 0)
-                before = before.where(documents[:, positions] == documents[:, positions - 1], -1)
+            if spans is not None:  # a document's first token has none before it (nor has position 0)
+                before = before.where(spans[:, positions, 0] < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -231,7 +232,7 @@ class GPT(nn.Module):
         attends = [attention] * config.n_layer if sequence is None else [layer.attend for layer in sequence.layers]
         for block, seed, attend in zip(self.blocks, seeds, attends, strict=True):
             call = partial(recomputed, block) if self.training and config.recompute != "false" else block
-            x = call(x, x0, rope, seed, documents, attend)
+            x = call(x, x0, rope, seed, spans, attend)
         return self.norm(x)
 
     def parameter_count(self) -> int:

@@ -3,6 +3,7 @@ kernels/visits.py says from the same rules which tiles of scores have a visible 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import Problem
@@ -28,6 +29,16 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
         seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
     if problem.documents is None:
         return seen[None]
-    d, first = problem.documents, problem.T_k - problem.T
-    of_rows, of_keys = d[:, first + rows.start : first + rows.stop], d[:, columns.start : columns.stop]
-    return seen & (of_rows[:, :, None] == of_keys[:, None])
+    first, last = problem.documents[:, i].unbind(-1)  # (B, R, 1)
+    return seen & (first <= j) & (j <= last)
+
+
+def spans_of(documents: Tensor) -> Tensor:
+    """Of integers (B, T), the document of each token: its first and last place, int32 (B, T, 2). A document is a run of
+    equal numbers. So a tile of queries knows from two of them which tiles of keys it sees."""
+    T = documents.shape[1]
+    at = torch.arange(T, device=documents.device)
+    new = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(F.pad(new, (1, 0)), at, 0).cummax(1).values
+    last = torch.where(F.pad(new, (0, 1)), at, T - 1).flip(1).cummin(1).values.flip(1)
+    return torch.stack((first, last), -1).int()

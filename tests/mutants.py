@@ -44,7 +44,7 @@ TABLE = {
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
-        ("a tile of two documents is whole", "(r0 == r1) & (r0 == k0)", "(r0 == k0)", "mask")],
+        ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
         ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
@@ -73,7 +73,7 @@ TABLE = {
         ("triton adds lse's gradient", "delta_i -= tl.load(dlse", "delta_i += tl.load(dlse", "attention"),
         ("dk has one query head of a group", "(h_kv + 1) * task.G):", "h_kv * task.G + 1):", "flash"),
         ("softcap has no slope in triton", "softcap_grad = 1 - t * t", "softcap_grad = 1.0", "flash"),
-        ("all sequences have one's documents", "documents + b.to(tl.int64) * task.T_k", "documents", "flash")],
+        ("all sequences have one's documents", "documents + b.to(tl.int64) * task.T_k * 2", "documents", "flash")],
     "kernels/decode.py": [
         ("splits are not rescaled", "tl.sum(alpha * tl.load(l_of", "tl.sum(tl.load(l_of", "decode"),
         ("the cache keeps no new token", "if split == 0:", "if split == splits:", "decode")],

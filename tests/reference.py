@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask
+from model.mask import spans_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SEED = 0x1234_5678_9ABC
@@ -40,7 +41,7 @@ class Case:
     window: int | None = None
     dropout_p: float = 0.0
     softmax_scale: float | None = None
-    documents: tuple[int, ...] | str | None = None  # their lengths, T_k together, or "shuffled": numbers in no order
+    documents: tuple[int, ...] | str | None = None  # their lengths, T_k together, or "shuffled": short ones
     blocks: tuple[str, ...] | None = None  # attention.block_mask, in blocks of BLOCK
     alibi: bool = False
     softcap: float | None = None
@@ -66,10 +67,15 @@ class Case:
         if self.documents is None:
             return None
         if self.documents == "shuffled":
-            return torch.randint(4, (self.B, self.keys), generator=torch.Generator().manual_seed(2))
+            return torch.randint(3, (self.B, self.keys), generator=torch.Generator().manual_seed(2))
         numbers = 3 + 2 * torch.arange(len(self.documents))
         lengths = [torch.tensor(self.documents[:: -1 if b % 2 else 1]) for b in range(self.B)]
         return torch.stack([numbers.repeat_interleave(of_one) for of_one in lengths])
+
+    def spans(self, device: torch.device | str) -> Tensor | None:
+        """The documents as attention() takes them."""
+        numbers = self.document_numbers()
+        return None if numbers is None else spans_of(numbers.to(device))
 
     def configure(self, config: AttentionConfig) -> AttentionConfig:
         """config with the options of this case."""
@@ -108,11 +114,11 @@ def case_name(case: Case) -> str:
 
 
 def sees(i: int, j: int, case: Case, documents: list[int] | None) -> bool:
-    """Whether query row i sees key j. documents: of the keys; the last row is at the last key."""
+    """Whether query row i sees key j. documents: of the keys, in runs; the last row is at the last key."""
     position = i + case.keys - case.T
     if case.causal and j > position:
         return False
-    if documents is not None and documents[position] != documents[j]:
+    if documents is not None and len(set(documents[min(position, j) : max(position, j) + 1])) > 1:
         return False
     if case.blocks is not None and case.blocks[max(position, 0) // BLOCK][j // BLOCK] != "x":
         return False
@@ -194,9 +200,9 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **options) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv by attention(). sdpa has no lse."""
     q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
-    documents, has_lse = case.document_numbers(), config.impl != "sdpa"
+    has_lse = config.impl != "sdpa"
     options = {"causal": case.causal, "seed": torch.tensor(SEED, device=q.device)} | options
-    options["documents"] = None if documents is None else documents.to(q.device)
+    options["documents"] = case.spans(q.device)
     found = attention(q, k, v, case.configure(config), return_lse=has_lse, **options)
     o, lse = found if has_lse else (found, None)
     outputs, gradients = [o], [inputs["do"]]

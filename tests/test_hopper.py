@@ -72,13 +72,6 @@ def test_values_and_gradients_are_within_twice_naives_error(case):
     assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
 
 
-def test_a_later_tile_of_a_group_may_see_earlier_keys(monkeypatch):
-    """Rows 128 to 191 see the second document, rows 192 to 255 the first, which goes on after it."""
-    numbers = torch.tensor([[7] * 128 + [3] * 64 + [7] * 168])
-    monkeypatch.setattr(Case, "document_numbers", lambda case: numbers)
-    test_values_and_gradients_are_within_twice_naives_error(Case(360, B=1, H=1, D=64))
-
-
 @pytest.mark.parametrize("heads", [0, 1, 2, 3])
 def test_each_row_is_computed_however_many_heads_a_section_has(heads, monkeypatch):
     """Of five heads: rows that nobody computes are NaN."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.problem import Problem
-from kernels.visits import tile_table, visit_lists, visit_ranges
+from kernels.visits import tile_table, visit_lists
 from model import tiled
 from model.attention import problem_of
-from model.mask import visible
+from model.mask import spans_of, visible
 from tests import reference
 from tests.implementations import NAIVE
 from tests.reference import CASES, PICTURE, Case, case_name
@@ -31,7 +31,7 @@ every_tile = pytest.mark.parametrize("tile", TILES, ids=str)
 
 def problem_for(case: Case) -> Problem:
     q, k = (torch.zeros(case.B, case.H, T, 1) for T in (case.T, case.keys))
-    return problem_of(q, k, k, case.configure(NAIVE), case.causal, None, case.document_numbers())
+    return problem_of(q, k, k, case.configure(NAIVE), case.causal, None, case.spans(CPU))
 
 
 def of_tiles(seen: Tensor, M: int, N: int, beyond: bool) -> Tensor:
@@ -68,14 +68,13 @@ def test_no_visible_score_is_left_out_and_no_tile_called_whole_that_hides_one(ca
 
 @every_mask
 def test_no_tile_is_visited_or_masked_for_nothing_where_it_crosses_no_edge_of_a_block(case):
-    """In tiles of 16 x 8. Documents in no order are only told apart inside of a tile. So is a tile in which a window's
-    edge meets a document's: it may have a score for each of the two rules and none for both."""
+    """In tiles of 16 x 8. A tile in which a window's edge meets a document's may have a score for each of the two rules
+    and none for both."""
     some, all_ = tile_table(problem_for(case), 16, 8, CPU)
     any_visible, all_visible = truth(case, 16, 8)
-    if case.documents is None or (case.documents != "shuffled" and case.window is None):
+    if case.documents is None or case.window is None:
         assert torch.equal(some.expand_as(any_visible), any_visible)
-    if case.documents != "shuffled":
-        assert torch.equal(all_.expand_as(all_visible), all_visible)
+    assert torch.equal(all_.expand_as(all_visible), all_visible)
 
 
 @every_tile
@@ -83,32 +82,15 @@ def test_no_tile_is_visited_or_masked_for_nothing_where_it_crosses_no_edge_of_a_
 def test_lists_of_tiles_have_those_of_the_table_each_once_and_the_cut_ones_first(case, tile):
     """A kernel's tile of keys may reach past the last key, so it counts as cut. Rows past the last have no weight."""
     problem = problem_for(case)
-    some, all_ = tile_table(problem, *tile, CPU)
-    whole_keys = torch.arange(some.shape[2]) < case.keys // tile[1]
+    (some,), (all_,) = tile_table(problem._replace(documents=None), *tile, CPU)
+    all_ = all_ & (case.documents is None)  # a table for all sequences
+    whole_keys = torch.arange(some.shape[1]) < case.keys // tile[1]
     for form, some_of, all_of in (("rows", some, all_ & whole_keys), ("columns", some.mT, all_.mT)):
-        lists = visit_lists(problem, *tile, form, CPU)
-        for line, visited, whole in zip(lists.flatten(0, 1), some_of.flatten(0, 1), all_of.flatten(0, 1), strict=True):
+        for line, visited, whole in zip(visit_lists(problem, *tile, form, CPU), some_of, all_of, strict=True):
             count, cut, *order = line.tolist()
             assert sorted(order) == list(range(len(order)))
             assert set(order[:count]) == set(visited.nonzero().flatten().tolist())
             assert set(order[:cut]) == set((visited & ~whole).nonzero().flatten().tolist())
-
-
-@every_tile
-@every_mask
-def test_ranges_of_tiles_cover_those_of_the_table_and_have_none_that_is_cut_among_the_whole_ones(case, tile):
-    problem = problem_for(case)
-    some, all_ = tile_table(problem, *tile, CPU)
-    all_ = all_ & (torch.arange(some.shape[2]) < case.keys // tile[1])
-    lines = visit_ranges(problem, *tile, CPU).flatten(0, 1)
-    for line, visited, whole in zip(lines, some.flatten(0, 1), all_.flatten(0, 1), strict=True):
-        start, whole_start, whole_stop, stop = line.tolist()
-        assert start <= whole_start <= whole_stop <= stop
-        assert set(visited.nonzero().flatten().tolist()) <= set(range(start, stop))
-        assert visited.any() or start == stop
-        assert visited[start:stop].numel() == 0 or (visited[start] and visited[stop - 1])  # no longer than needed
-        assert whole[whole_start:whole_stop].all()
-        assert whole_start < whole_stop or not whole[start:stop].any()  # those that are whole are not masked
 
 
 @pytest.mark.parametrize("case", [c for c in MASKS if c.B == 1], ids=case_name)
@@ -127,9 +109,6 @@ def test_tiled_visits_the_tiles_that_have_a_visible_score_once_in_each_pass(case
 
 
 def test_documents_of_the_largest_numbers_are_told_apart():
-    """Numbers that are hashes: the difference of two of them overflows."""
-    numbers = torch.tensor([-(2**63), 5, 2**63 - 1]).repeat_interleave(torch.tensor([20, 50, 30]))[None]
-    problem, small = problem_for(Case(100, B=1, documents=(20, 50, 30))), []
-    for documents in (problem.documents, numbers):
-        small.append(visit_lists(problem._replace(documents=documents), 16, 16, "rows", CPU))
-    assert torch.equal(*small)
+    """Numbers that are hashes: the difference of two overflows. A number that comes again is another document."""
+    numbers = torch.tensor([-(2**63), 5, 2**63 - 1, 5]).repeat_interleave(torch.tensor([3, 1, 2, 1]))[None]
+    assert spans_of(numbers).tolist() == [[[0, 2], [0, 2], [0, 2], [3, 3], [4, 5], [4, 5], [6, 6]]]

@@ -51,7 +51,7 @@ class Call:
     v: Tensor
     config: AttentionConfig  # of the layer
     seed: Tensor | None
-    documents: Tensor | None
+    documents: Tensor | None  # as attention() takes them
     break_it: BreakIt
     layer: int
     o: Tensor

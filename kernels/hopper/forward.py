@@ -36,7 +36,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.flash import philox as philox_of_flash
 from kernels.hopper.versions import all_threads, async_load, async_store
 from kernels.problem import LOWEST, Problem, strides_of
-from kernels.visits import visit_ranges
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
@@ -65,8 +64,7 @@ class How:
 # What to compute, in the words of kernels/flash.py. In place of a tensor that is not needed, as How says: any other.
 #     N          B * H
 #     section    heads that are computed at the same time: group_at()
-#     visits     (B, tiles of queries, 4): visit_ranges() of kernels/visits.py
-Task = namedtuple("Task", "N section H T T_k at_least at_most documents visits scale2 seed threshold keep_scale")
+Task = namedtuple("Task", "N section H T T_k at_least at_most documents scale2 seed threshold keep_scale")
 
 # What lies in shared memory. Places for tiles:
 #     q, o     (CONSUMERS, 1, 1, ROWS, D)
@@ -103,13 +101,12 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    table = lse if documents is None else visit_ranges(problem, ROWS, block_n, q.device)
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
         B * H, section, H, T, T_k, at_least, at_most,
-        lse if documents is None else documents.contiguous(), table, problem.scale * math.log2(math.e),
+        lse if documents is None else documents.contiguous(), problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
         how(D, *tiles, window is not None, bounded, documents is not None, cut_once, dropout),
         num_warps=4, maxnreg=REGISTERS[consumers][0],
@@ -144,10 +141,10 @@ def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
 
 
 @gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents, visits, scale2,
-                   seed, threshold, keep_scale, how: gl.constexpr):  # fmt: skip
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents, scale2, seed,
+                   threshold, keep_scale, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for all sizes."""
-    task = Task(N, section, H, T, T_k, at_least, at_most, documents, visits, scale2, seed, threshold, keep_scale)
+    task = Task(N, section, H, T, T_k, at_least, at_most, documents, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -206,10 +203,8 @@ def group_at(group, task, how: gl.constexpr):
     n, place = in_sections(group, per_head, task.section, task.N)
     row0 = (per_head - 1 - place) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
-    start, _, _, stop = key_tiles(b, row0, task, how)
-    for c in gl.static_range(1, how.CONSUMERS):
-        low, _, _, high = key_tiles(b, row0 + c * how.ROWS, task, how)
-        start, stop = gl.minimum(start, low), gl.maximum(stop, high)
+    start, _, _, _ = key_tiles(b, row0, task, how)
+    _, _, _, stop = key_tiles(b, row0 + (how.CONSUMERS - 1) * how.ROWS, task, how)
     return b, h, n, row0, start, stop
 
 
@@ -218,19 +213,22 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
-    if how.DOCUMENTS:
-        tiles = gl.cdiv(task.T, how.ROWS)
-        at = task.visits + (b * tiles + gl.minimum(row0 // how.ROWS, tiles - 1)) * 4
-        start, whole_start, whole_stop, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-    else:
-        start, whole_start, whole_stop, stop = 0, 0, task.T_k // how.BLOCK_N, gl.cdiv(task.T_k, how.BLOCK_N)
-        low = row0 + task.T_k - task.T  # the position of the first row
-        if how.AT_LEAST:
-            start = gl.maximum(low + task.at_least, 0) // how.BLOCK_N
-            whole_start = gl.cdiv(gl.maximum(low + how.ROWS - 1 + task.at_least, 0), how.BLOCK_N)
-        if how.AT_MOST:
-            stop = gl.minimum(stop, gl.cdiv(gl.maximum(low + how.ROWS + task.at_most, 0), how.BLOCK_N))
-            whole_stop = gl.minimum(whole_stop, gl.maximum(low + 1 + task.at_most, 0) // how.BLOCK_N)
+    start, whole_start, whole_stop, stop = 0, 0, task.T_k // how.BLOCK_N, gl.cdiv(task.T_k, how.BLOCK_N)
+    low = row0 + task.T_k - task.T  # the positions of the first row and of the last
+    high = low + how.ROWS - 1
+    if how.AT_LEAST:
+        start = gl.maximum(low + task.at_least, 0) // how.BLOCK_N
+        whole_start = gl.cdiv(gl.maximum(high + task.at_least, 0), how.BLOCK_N)
+    if how.AT_MOST:
+        stop = gl.minimum(stop, gl.cdiv(gl.maximum(high + 1 + task.at_most, 0), how.BLOCK_N))
+        whole_stop = gl.minimum(whole_stop, gl.maximum(low + 1 + task.at_most, 0) // how.BLOCK_N)
+    if how.DOCUMENTS:  # that of the first row begins first, that of the last row ends last
+        span = task.documents + b.to(gl.int64) * task.T_k * 2
+        of_low, of_high = span + gl.minimum(low, task.T_k - 1) * 2, span + gl.minimum(high, task.T_k - 1) * 2
+        start = gl.maximum(start, gl.load(of_low) // how.BLOCK_N)
+        whole_start = gl.maximum(whole_start, gl.cdiv(gl.load(of_high), how.BLOCK_N))
+        whole_stop = gl.minimum(whole_stop, (gl.load(of_low + 1) + 1) // how.BLOCK_N)
+        stop = gl.minimum(stop, gl.load(of_high + 1) // how.BLOCK_N + 1)
     stop = gl.maximum(stop, start + 1)
     if row0 >= task.T:  # rows past the last: one tile, because every consumer visits some
         start = stop - 1
@@ -420,6 +418,9 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     last = gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
     if how.AT_MOST:
         last = gl.minimum(position + task.at_most, last)
+    if how.DOCUMENTS:
+        span = task.documents + (b.to(gl.int64) * task.T_k + position) * 2
+        last = gl.minimum(gl.load(span + 1, mask=i < task.T, other=0), last)
     if how.D == 128 and how.CUT_ONCE:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
         # no faster, and where the mask cuts more it needs too many registers. 0.5, because 0 * inf is NaN.
@@ -430,10 +431,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     if how.AT_LEAST:
         seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(position + task.at_least, 1))
     if how.DOCUMENTS:
-        documents = task.documents + b.to(gl.int64) * task.T_k
-        of_row = gl.load(documents + position, mask=i < task.T, other=0)
-        of_key = gl.load(documents + j, mask=j < task.T_k, other=0)
-        seen = seen & (gl.expand_dims(of_row, 1) == gl.expand_dims(of_key, 0))
+        seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(gl.load(span, mask=i < task.T, other=0), 1))
     return gl.where(seen, s, -float("inf"))
 
 
