@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from kernels import launch
+from kernels import flash, launch
 from kernels.hopper import backward, forward  # with the real Gluon, of which not all is made here
 from model.dropout import philox as philox_of_model
 from tests.orders import Job, Orders, job
@@ -319,6 +319,10 @@ def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
     with patch.dict(sys.modules, fakes):
         exec(compile(source.replace(line, instead), path, "exec"), module.__dict__)
     module.philox, module.in_tiles, module.shared_layout = philox, Descriptor, Layout
+    theirs: dict[str, Any] = {"tl": SimpleNamespace(**LANGUAGE)}  # functions of kernels/flash.py, with the Gluon above
+    for shared in (flash.between, flash.in_documents, flash.in_order):
+        theirs[shared.fn.__name__] = FunctionType(shared.fn.__code__, theirs)
+    module.between, module.in_documents = theirs["between"], theirs["in_documents"]
     module.__dict__.update(OF_BACKWARD if name == "backward" else {})
     return module
 

@@ -33,13 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.flash import philox as philox_of_flash
+from kernels import flash
 from kernels.hopper.versions import all_threads, async_load, async_store
 from kernels.problem import LOWEST, Problem, strides_of
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
-philox = gluon.jit(philox_of_flash.fn)
+philox, between, in_documents = (gluon.jit(x.fn) for x in (flash.philox, flash.between, flash.in_documents))
 NAMES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -213,22 +213,13 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
-    start, whole_start, whole_stop, stop = 0, 0, task.T_k // how.BLOCK_N, gl.cdiv(task.T_k, how.BLOCK_N)
-    low = row0 + task.T_k - task.T  # the positions of the first row and of the last
-    high = low + how.ROWS - 1
-    if how.AT_LEAST:
-        start = gl.maximum(low + task.at_least, 0) // how.BLOCK_N
-        whole_start = gl.cdiv(gl.maximum(high + task.at_least, 0), how.BLOCK_N)
-    if how.AT_MOST:
-        stop = gl.minimum(stop, gl.cdiv(gl.maximum(high + 1 + task.at_most, 0), how.BLOCK_N))
-        whole_stop = gl.minimum(whole_stop, gl.maximum(low + 1 + task.at_most, 0) // how.BLOCK_N)
-    if how.DOCUMENTS:  # that of the first row begins first, that of the last row ends last
-        span = task.documents + b.to(gl.int64) * task.T_k * 2
-        of_low, of_high = span + gl.minimum(low, task.T_k - 1) * 2, span + gl.minimum(high, task.T_k - 1) * 2
-        start = gl.maximum(start, gl.load(of_low) // how.BLOCK_N)
-        whole_start = gl.maximum(whole_start, gl.cdiv(gl.load(of_high), how.BLOCK_N))
-        whole_stop = gl.minimum(whole_stop, (gl.load(of_low + 1) + 1) // how.BLOCK_N)
-        stop = gl.minimum(stop, gl.load(of_high + 1) // how.BLOCK_N + 1)
+    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the positions of the first row and of the last
+    high = gl.minimum(low + how.ROWS, task.T_k) - 1
+    at_least, at_most = task.at_least if how.AT_LEAST else None, task.at_most if how.AT_MOST else None
+    found = between(low, high, at_least, at_most, gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N, how.BLOCK_N)
+    if how.DOCUMENTS:
+        found = in_documents(found, b, low, high, 0, task, how.BLOCK_N)
+    start, whole_start, whole_stop, stop = found
     stop = gl.maximum(stop, start + 1)
     if row0 >= task.T:  # rows past the last: one tile, because every consumer visits some
         start = stop - 1
