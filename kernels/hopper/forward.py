@@ -214,7 +214,7 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
     low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the positions of the first row and of the last
-    high = gl.minimum(low + how.ROWS, task.T_k) - 1
+    high = low + how.ROWS - 1
     at_least, at_most = task.at_least if how.AT_LEAST else None, task.at_most if how.AT_MOST else None
     found = between(low, high, at_least, at_most, gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N, how.BLOCK_N)
     if how.DOCUMENTS:
