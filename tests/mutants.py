@@ -44,7 +44,8 @@ TABLE = {
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
-        ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask")],
+        ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask"),
+        ("a tile of the table is whole though a document ends there", "whole &= problem.documents is None", "", "flash")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
         ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
@@ -65,7 +66,6 @@ TABLE = {
         ("a full cache is not cleared", "self.cache.advance(-self.cache.length)", "pass", "generate")],
     "kernels/launch.py": [
         ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
-        ("all sequences visit the first one's tiles", "len(table) == 1 else table.stride(0)", "True else 0", "flash"),
         ("Hopper takes softcap and ignores it", '"dropout_p", "broken"}', '"dropout_p", "broken", "softcap"}',
          "hopper::test_which_kernels_compute_what")],
     "kernels/flash.py": [
