@@ -100,17 +100,15 @@ class Muon(NotCompiled):
         buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
         rate = lr * (0.2 * math.sqrt(max(ps[0].shape)))
-        made = orthogonal(torch.stack([full_tensor(as_part(x, p)) for x, p in zip(ahead, ps, strict=True)]))
-        directions = [to_local(shard_like(x.to(p.dtype), p)) for x, p in zip(made, ps, strict=True)]
+        whole = torch.stack([full_tensor(as_part(x, p)) for x, p in zip(ahead, ps, strict=True)])
+        made = orthogonal(whole).to(whole.dtype)
+        made, alpha = (made * rate, -1.0) if isinstance(rate, Tensor) else (made, -rate)
         new = torch._foreach_mul(weights, 1 - lr * weight_decay)
-        if isinstance(rate, Tensor):
-            torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
-        else:
-            torch._foreach_add_(new, directions, alpha=-rate)
-        olds, news = [*old_buffers, *weights], [*buffers, *new]
-        if self.found_inf is not None:
-            news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
-        torch._foreach_copy_(olds, news)
+        torch._foreach_add_(new, [to_local(shard_like(x, p)) for x, p in zip(made, ps, strict=True)], alpha=alpha)
+        found_inf = torch.zeros((), device=made.device) if self.found_inf is None else self.found_inf
+        skip = found_inf == 1
+        for old, now in zip([*old_buffers, *weights], [*buffers, *new], strict=True):
+            torch.where(skip, old, now, out=old)
 
 
 def orthogonal(x: Tensor) -> Tensor:
