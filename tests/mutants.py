@@ -45,7 +45,7 @@ TABLE = {
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask"),
-        ("a tile of the table is whole though a document ends there", "whole &= problem.documents is None", "", "flash")],
+        ("a tile where a document may end is whole", "whole &= problem.documents is None", "", "flash")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
         ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
