@@ -398,18 +398,18 @@ def in_documents(found, b, low, high, first, task, BLOCK: tl.constexpr):
         whole_start = tl.maximum(whole_start, tl.cdiv(tl.maximum(tl.load(of_high) - first, 0), BLOCK))
         whole_stop = tl.minimum(whole_stop, tl.maximum(tl.load(of_low + 1) + 1 - first, 0) // BLOCK)
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(tl.load(of_high + 1) + 1 - first, 0), BLOCK))
-        found = in_order(start, whole_start, whole_stop, stop)
+        found = start, whole_start, whole_stop, stop
     return found
 
 
 @triton.jit
 def listed(found, tile, n_tiles, task):
-    """start, whole_start, whole_stop, stop, line. Without a table of visits the four are `found`, and `line` is unused.
+    """start, whole_start, whole_stop, stop, line. Without a table the four are `found` in order, and `line` is unused.
     With one they are places in this tile's list, which begins at `line` and has the cut tiles first, then the whole."""
-    start, whole_start, whole_stop, stop = found
-    line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.local_m is not None:
-        start, whole_start, whole_stop, stop = in_order(0, n_tiles, n_tiles, n_tiles)
+        found = 0, n_tiles, n_tiles, n_tiles
+    start, whole_start, whole_stop, stop = in_order(found)
+    line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
     if task.visits is not None:
         line = tile.to(tl.int64) * task.visits_n
         stop = tl.load(task.visits + line)
@@ -424,7 +424,8 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
     Each of the tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
     is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
     among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
-    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
+    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6. The
+    ends of an empty range can be swapped by rounding."""
     start, whole_start, whole_stop, stop = 0, 0, n_whole, n_tiles
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
@@ -432,12 +433,13 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
     if at_most is not None:
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(high + at_most + 1, 0), BLOCK))
         whole_stop = tl.minimum(whole_stop, tl.maximum(low + at_most + 1, 0) // BLOCK)
-    return in_order(start, whole_start, whole_stop, stop)
+    return start, whole_start, whole_stop, stop
 
 
 @triton.jit
-def in_order(start, whole_start, whole_stop, stop):
-    """Restores start <= whole_start <= whole_stop <= stop. Rounding to tiles can swap the ends of an empty range."""
+def in_order(found):
+    """Restores start <= whole_start <= whole_stop <= stop, after in_documents()."""
+    start, whole_start, whole_stop, stop = found
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)

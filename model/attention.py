@@ -40,7 +40,7 @@ from model.op import flash_attention, without_autocast
 
 INF = math.inf
 # On a Hopper GPU a training step is faster with triton than with sdpa from this context length on, by head size.
-HOPPER_FROM = {64: 1024, 128: 8192}
+HOPPER_FROM = {64: 1024, 128: 4096}
 NOT_SDPA = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
 
 

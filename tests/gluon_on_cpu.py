@@ -320,7 +320,7 @@ def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
         exec(compile(source.replace(line, instead), path, "exec"), module.__dict__)
     module.philox, module.in_tiles, module.shared_layout = philox, Descriptor, Layout
     theirs: dict[str, Any] = {"tl": SimpleNamespace(**LANGUAGE)}  # functions of kernels/flash.py, with the Gluon above
-    for shared in (flash.between, flash.in_documents, flash.in_order):
+    for shared in (flash.between, flash.in_documents):
         theirs[shared.fn.__name__] = FunctionType(shared.fn.__code__, theirs)
     module.between, module.in_documents = theirs["between"], theirs["in_documents"]
     module.__dict__.update(OF_BACKWARD if name == "backward" else {})

@@ -157,11 +157,7 @@ SWITCHES = [
     ("(l if how.NO_RESCALE_SUM else l * alpha)", "l * alpha"),
     ("        if not how.NO_RESCALE_OUTPUT:\n            acc = acc", "        acc = acc"),
     ("    if task.local_m is not None:\n        seen = seen & (j % task.local_n <= i % task.local_m)\n", ""),
-    (
-        "    if task.local_m is not None:\n"
-        "        start, whole_start, whole_stop, stop = in_order(0, n_tiles, n_tiles, n_tiles)\n",
-        "",
-    ),
+    ("    if task.local_m is not None:\n        found = 0, n_tiles, n_tiles, n_tiles\n", ""),
 ]
 
 
