@@ -70,11 +70,11 @@ def test_every_context_given_predicts_the_same_tokens(T):
 def test_a_gain_has_the_standard_error_of_its_differences():
     """Windows differ by 5 nats, and each gains 0.2 or 0.3."""
     losses = {32: torch.tensor([1.0, 6.0], dtype=torch.float64), 64: torch.tensor([0.8, 5.7], dtype=torch.float64)}
-    lines = context.table(losses, 64)
+    lines = context.table(losses, 64, 128)  # two bytes a token
     assert "64 tokens" in lines[0]
     numbers = [[float(x) for x in re.findall(r"[\d.]+", line)] for line in lines[2:]]
-    assert numbers == [[32, 3.5, 0, 0], [64, 3.25, 0.25, 0.05]]
-    assert "nan" in context.table({n: loss[:1] for n, loss in losses.items()}, 64)[-1]  # one window has no error
+    assert numbers == [[32, 3.5, 2.5247, 0, 0], [64, 3.25, 2.3444, 0.25, 0.05]]
+    assert "nan" in context.table({n: loss[:1] for n, loss in losses.items()}, 64, 64)[-1]  # one window has no error
 
 
 def test_a_run_is_measured_on_its_own_validation_text(small_run, text, call, tmp_path):
@@ -91,7 +91,8 @@ def test_a_run_is_measured_on_its_own_validation_text(small_run, text, call, tmp
     model = network(kept, "auto", torch.device("cpu"))
     dataset = open_data(DataConfig(**kept.state["config"]["data"]), TokenizerConfig("bpe", 300))
     batches = validation_batches(dataset.val, dataset.val_documents, 4, 64, 4096, stride=32)
-    assert ended.out.splitlines() == context.table(context.given(model, batches, nullcontext()), 64)
+    size = sum(int(dataset.token_bytes[batch.y[:, 32:].numpy()].sum()) for batch in batches)
+    assert ended.out.splitlines() == context.table(context.given(model, batches, nullcontext()), 64, size)
     assert len(dataset.val) - 96 <= int(ended.out.split()[4].replace(",", "")) <= len(dataset.val)
     (own / "0.txt").write_text("a\n" + (own / "0.txt").read_text())
     ended = call(sample, f"runs={tmp_path}", "context=true")

@@ -4,8 +4,8 @@
 
 The same tokens of the validation text are predicted given at most 32, 64, ..., T tokens, so differences are due to the
 context alone. For that each window of T tokens is cut into pieces of N tokens that overlap by half, and the second half
-of each piece is measured: its tokens see N / 2 + 1 to N tokens. Losses are in nats a token. With data=recall also the
-share of the second string that is right. With data=passkey the share of keys found, and passkey.png beside the run.
+of each piece is measured: its tokens see N / 2 + 1 to N tokens. With data=recall also the share of the second string
+that is right. With data=passkey the share of keys found, and passkey.png beside the run.
 """
 
 import math
@@ -49,7 +49,8 @@ def report(model: GPT, trained: Checkpoint) -> str:
     batches = validation_batches(dataset.val, dataset.val_documents, *size, stride)
     set_precision(dtype := pick_dtype(config["dtype"], device))
     low = autocast(dtype, device)
-    lines = table(given(model, batches, low), T)
+    measured = [dataset.token_bytes[batch.y[:, T - most(T) // 2 :].numpy()] for batch in batches]
+    lines = table(given(model, batches, low), T, sum(int(x.sum()) for x in measured))
     if data.source == "recall":
         shares = [right(model, batch, second_half(T), low).float().mean() for batch in batches]
         lines.append(f"recall: {float(torch.stack(shares).mean()):.1%} of the second string right")
@@ -90,14 +91,17 @@ def pieces(windows: Tensor, n: int) -> Tensor:
     return windows[:, begin:].unfold(1, n, n // 2).flatten(0, 1)
 
 
-def table(losses: dict[int, Tensor], T: int) -> list[str]:
-    """A line for each context: its loss, and its gain over the shortest with the standard error over windows."""
+def table(losses: dict[int, Tensor], T: int, size: int) -> list[str]:
+    """A line for each context: its loss, that in bits a byte of `size` bytes, and the gain in nats over the shortest
+    context with the standard error over windows."""
     shortest, windows = losses[min(losses)], len(losses[T])
-    lines = [f"loss of the same {windows * (most(T) // 2):,} tokens, in nats a token", "given   loss     gained"]
+    tokens = windows * (most(T) // 2)
+    lines = [f"loss of the same {tokens:,} tokens, in nats a token; bits a byte", "given   loss     bits     gained"]
     for n, loss in losses.items():
         gain = shortest - loss
         error = float(gain.std()) / math.sqrt(windows) if windows > 1 else math.nan
-        lines.append(f"{n:<7} {float(loss.mean()):.4f}   {float(gain.mean()):.4f} +- {error:.4f}")
+        bits = float(loss.mean()) * tokens / size / math.log(2)
+        lines.append(f"{n:<7} {float(loss.mean()):.4f}   {bits:.4f}   {float(gain.mean()):.4f} +- {error:.4f}")
     return lines
 
 
