@@ -44,7 +44,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     tile_bytes = 2 * BLOCK_N * BLOCK_D * q.itemsize  # keys and values
     stages = STAGES if PROGRAMS * STAGES * tile_bytes <= shared_memory(q.device) else 2
     acc, sums = q.new_empty(B * H, splits, D, dtype=torch.float32), q.new_empty(2, B * H, splits, dtype=torch.float32)
-    o = q.new_empty(B, 1, H, D).transpose(1, 2)
+    o = q.new_empty(q.shape)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     with torch.cuda.device_of(q):
         decode_kernel[(N, splits)](
@@ -70,7 +70,7 @@ def decode_kernel(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 5 of key head n and the tiles split, split + splits, split + 2 splits, ...; m is in base 2."""
+    """Steps 1 to 5 of key head n and every splits-th tile, from the window's first + split on; m is in base 2."""
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     row = n * G + g  # of q and o: b * H + h

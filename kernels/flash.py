@@ -59,8 +59,8 @@ class Task(NamedTuple):
     at_most: int | None  # the highest: 0 if causal, else window - 1
     local_m: int | None  # break_it=local_mask: the causal mask counts from the corner of a tile of local_m x local_n
     local_n: int | None
-    documents: Tensor | None  # (B, T_k, 2): the first and the last place of each token's document
-    blocks: Tensor | None  # bool
+    spans: Tensor | None  # int32 (B, T_k, 2): the first and the last place of each token's document
+    blocks: Tensor | None  # bool (rows, columns)
     block_size: int
     block_columns: int
     visits: Tensor | None  # visit_lists() of kernels/visits.py; None: arithmetic is enough
@@ -291,22 +291,23 @@ def tanh(x):
 @triton.jit
 def visible(task, b, i, j):
     """Step 2: whether row i sees column j. i and j are tensors that broadcast, in either order: tiles or transposed."""
-    first = task.T_k - task.T  # the position of row 0
-    last = task.T_k - 1
+    position = i + (task.T_k - task.T)
+    first, last = 0, task.T_k - 1  # of the keys that row i sees
+    if task.at_least is not None:
+        first = position + task.at_least
     if task.at_most is not None:
-        last = tl.minimum(i + (first + task.at_most), last)
-    if task.documents is not None:
-        span = task.documents + (b.to(tl.int64) * task.T_k + first + i) * 2
+        last = tl.minimum(position + task.at_most, last)
+    if task.spans is not None:
+        span = task.spans + (b.to(tl.int64) * task.T_k + position) * 2
+        first = tl.maximum(tl.load(span, mask=i < task.T, other=0), first)
         last = tl.minimum(tl.load(span + 1, mask=i < task.T, other=0), last)
     seen = j <= last
-    if task.at_least is not None:
-        seen = seen & (j >= i + (first + task.at_least))
+    if (task.at_least is not None) or (task.spans is not None):
+        seen = seen & (j >= first)
     if task.local_m is not None:
         seen = seen & (j % task.local_n <= i % task.local_m)
-    if task.documents is not None:
-        seen = seen & (j >= tl.load(span, mask=i < task.T, other=0))
     if task.blocks is not None:
-        block = tl.maximum(i + first, 0) // task.block_size * task.block_columns + j // task.block_size
+        block = tl.maximum(position, 0) // task.block_size * task.block_columns + j // task.block_size
         seen = seen & tl.load(task.blocks + block, mask=(i < task.T) & (j < task.T_k), other=0).to(tl.int1)
     return seen
 
@@ -379,25 +380,25 @@ def query_tiles(task, b, tile, how: tl.constexpr):
     n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     at_least = None if task.at_most is None else -task.at_most
     at_most = None if task.at_least is None else -task.at_least
-    first = task.T_k - task.T  # the position of row 0
+    offset = task.T_k - task.T  # the position of row 0
     low, high = tile * how.BLOCK_N, tile * how.BLOCK_N + how.BLOCK_N - 1
-    found = between(low - first, high - first, at_least, at_most, n_tiles, n_tiles, how.BLOCK_M)
-    found = in_documents(found, b, low, high, first, task, how.BLOCK_M)
+    found = between(low - offset, high - offset, at_least, at_most, n_tiles, n_tiles, how.BLOCK_M)
+    found = in_documents(found, b, low, high, offset, task, how.BLOCK_M)
     return listed(found, tile, n_tiles, task)
 
 
 @triton.jit
-def in_documents(found, b, low, high, first, task, BLOCK: tl.constexpr):
-    """`found` by between(), without the tiles outside of the documents of the tokens low to high. first: the position
-    of the other tiles' number 0."""
-    if task.documents is not None:
+def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
+    """`found` by between(), cut to the documents of the tokens low to high: visited from the first one's begin to the
+    last one's end, whole where all have one document. offset: the position of the other tiles' number 0."""
+    if task.spans is not None:
         start, whole_start, whole_stop, stop = found
-        span = task.documents + b.to(tl.int64) * task.T_k * 2
+        span = task.spans + b.to(tl.int64) * task.T_k * 2
         of_low, of_high = span + low * 2, span + tl.minimum(high, task.T_k - 1) * 2
-        start = tl.maximum(start, tl.maximum(tl.load(of_low) - first, 0) // BLOCK)
-        whole_start = tl.maximum(whole_start, tl.cdiv(tl.maximum(tl.load(of_high) - first, 0), BLOCK))
-        whole_stop = tl.minimum(whole_stop, tl.maximum(tl.load(of_low + 1) + 1 - first, 0) // BLOCK)
-        stop = tl.minimum(stop, tl.cdiv(tl.maximum(tl.load(of_high + 1) + 1 - first, 0), BLOCK))
+        start = tl.maximum(start, tl.maximum(tl.load(of_low) - offset, 0) // BLOCK)
+        whole_start = tl.maximum(whole_start, tl.cdiv(tl.maximum(tl.load(of_high) - offset, 0), BLOCK))
+        whole_stop = tl.minimum(whole_stop, tl.maximum(tl.load(of_low + 1) + 1 - offset, 0) // BLOCK)
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(tl.load(of_high + 1) + 1 - offset, 0), BLOCK))
         found = start, whole_start, whole_stop, stop
     return found
 
@@ -409,12 +410,11 @@ def listed(found, tile, n_tiles, task):
     if task.local_m is not None:
         found = 0, n_tiles, n_tiles, n_tiles
     start, whole_start, whole_stop, stop = in_order(found)
-    line = tile.to(tl.int64) * 0  # a zero of the type that it has with a table
+    line = tile.to(tl.int64) * task.visits_n + 2
     if task.visits is not None:
-        line = tile.to(tl.int64) * task.visits_n
-        stop = tl.load(task.visits + line)
-        start, whole_start, whole_stop = stop * 0, tl.load(task.visits + line + 1), stop
-    return start, whole_start, whole_stop, stop, line + 2
+        stop = tl.load(task.visits + line - 2)
+        start, whole_start, whole_stop = stop * 0, tl.load(task.visits + line - 1), stop
+    return start, whole_start, whole_stop, stop, line
 
 
 @triton.jit
@@ -424,8 +424,7 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
     Each of the tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
     is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
     among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
-    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6. The
-    ends of an empty range can be swapped by rounding."""
+    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
     start, whole_start, whole_stop, stop = 0, 0, n_whole, n_tiles
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
@@ -438,7 +437,7 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
 
 @triton.jit
 def in_order(found):
-    """Restores start <= whole_start <= whole_stop <= stop, after in_documents()."""
+    """Restores start <= whole_start <= whole_stop <= stop, which rounding can swap. Hopper's forward does without."""
     start, whole_start, whole_stop, stop = found
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
@@ -459,7 +458,7 @@ def loop_over(tiles, task, CUT: tl.constexpr):
 
 @triton.constexpr_function
 def stages(CUT, BLOCK_D):
-    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, and a third stage for
+    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, so a third stage for
     them would take registers from the whole kernel. Head size 256 keeps its table's number."""
     return 2 if CUT and BLOCK_D < 256 else None
 

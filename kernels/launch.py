@@ -56,7 +56,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
     if "stale_seed" in problem.broken and problem.seed is not None:
         problem = problem._replace(seed=problem.seed + 1)
     with torch.cuda.device_of(q):
-        if hopper(q, problem, ON_HOPPER - {"window", "documents"}):
+        if hopper(q, problem, ON_HOPPER - {"window", "spans"}):
             from kernels.hopper.backward import launch_backward
 
             launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)
@@ -148,7 +148,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 # The fields of a Problem that the forward of kernels/hopper/ computes. Any other that is set goes to kernels/flash.py.
-ON_HOPPER = {"T", "T_k", "causal", "window", "documents", "block_size", "scale", "seed", "dropout_p", "broken"}
+ON_HOPPER = {"T", "T_k", "causal", "window", "spans", "block_size", "scale", "seed", "dropout_p", "broken"}
 
 
 def hopper(q: Tensor, problem: Problem, computed: set[str] = ON_HOPPER) -> bool:
@@ -187,18 +187,17 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> 
     table = None  # the kernel computes which tiles it visits
     if problem.blocks is not None:
         table = visit_lists(problem, sizes.BLOCK_M, sizes.BLOCK_N, form, q.device)
-    H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
+    H, window, spans, blocks = q.shape[1], problem.window, problem.spans, problem.blocks
     at_most = 0 if problem.causal else None if window is None else window - 1
     local_m = local_n = None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
         at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
     values = problem._asdict() | {
         "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
-        "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
-        "block_columns": 0 if blocks is None else blocks.shape[1],
-        "visits": table, "visits_n": 0 if table is None else table.shape[1],
-        "scale2": problem.scale * math.log2(math.e),
-        "threshold": problem.threshold, "zero": 0.0, "keep_scale": 256 / (256 - problem.threshold),
+        "local_m": local_m, "local_n": local_n, "spans": None if spans is None else spans.contiguous(),
+        "block_columns": 0 if blocks is None else blocks.shape[1], "scale2": problem.scale * math.log2(math.e),
+        "visits": table, "visits_n": 0 if table is None else table.shape[1], "zero": 0.0,
+        "threshold": problem.threshold, "keep_scale": 256 / (256 - problem.threshold),
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))
 

@@ -49,7 +49,7 @@ def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.c
     # Read before pass 2 writes over it. A target that is no column must not read another row's memory.
     at_target = tl.load(logits + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
 
-    # m stays finite. So a logit of -inf has weight exp2(-inf) = 0, and one of inf makes l, lse and the loss inf.
+    # m stays finite. So a logit of -inf has weight exp2(-inf) = 0, and one of inf makes the loss inf or NaN.
     m = -LARGE
     l = tl.zeros([BLOCK], tl.float32)  # a sum for each place of a block: they are added up once, at the end
     column = tl.arange(0, BLOCK)

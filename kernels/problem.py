@@ -18,14 +18,14 @@ class Problem(NamedTuple):
     T_k: int
     causal: bool  # a query sees the keys up to its position
     window: int | None  # a query sees the keys with |position - column| < window
-    documents: Tensor | None  # int32 (B, T_k, 2): spans_of() of model/mask.py; the queries are the last T tokens
+    spans: Tensor | None  # int32 (B, T_k, 2): spans_of() of model/mask.py; the queries are the last T tokens
     blocks: Tensor | None  # bool (rows, columns): which blocks of block_size x block_size scores are computed
     block_size: int
     scale: float  # multiplies q k^T
     softcap: float | None  # scores become softcap * tanh(score / softcap)
     slopes: Tensor | None  # float32 (H,), ALiBi: scores become score - slope * distance
     seed: Tensor | None  # int64 scalar, of the mask of model/dropout.py; None: no dropout
-    dropout_p: float  # in steps of 1/256; 0 without dropout
+    dropout_p: float  # the mask rounds it to a step of 1/256; 0 without dropout
     broken: tuple[str, ...]  # the failures of model/break_it.py
 
     @property
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 # The fields of Problem, in their order, as the arguments of a custom op.
 FIELDS = (
-    "SymInt T, SymInt T_k, bool causal, int? window, Tensor? documents, Tensor? blocks, int block_size, float scale, "
+    "SymInt T, SymInt T_k, bool causal, int? window, Tensor? spans, Tensor? blocks, int block_size, float scale, "
     "float? softcap, Tensor? slopes, Tensor? seed, float dropout_p, str[] broken"
 )
 

@@ -1,5 +1,5 @@
-"""Which tiles of scores have to be visited: one definition for tiled and the kernels, from the rules of model/mask.py.
-The kernels compute it themselves; for block masks they read a table.
+"""Which tiles of scores have to be visited, from the rules of model/mask.py: for tiled, and as a table for the kernels
+if there is a block mask. Without one they compute it: between() and in_documents() of kernels/flash.py.
 """
 
 import torch
@@ -14,8 +14,8 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
     top = torch.arange(problem.T_k - problem.T, problem.T_k, block_m, device=device)[:, None]
     left = torch.arange(0, problem.T_k, block_n, device=device)
     bottom, right = (x.clamp(max=problem.T_k - 1) for x in (top + block_m - 1, left + block_n - 1))
-    visited = torch.ones(len(top), len(left), dtype=torch.bool, device=device)
-    whole = visited.clone()
+    # top and bottom are positions, (row tiles, 1); left and right columns, (column tiles,)
+    visited = whole = torch.ones(len(top), len(left), dtype=torch.bool, device=device)
     if "local_mask" in problem.broken:
         whole = ~visited
     elif problem.causal:
@@ -29,22 +29,22 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
         on = on_before[i1 + 1, j1 + 1] - on_before[i0, j1 + 1] - on_before[i1 + 1, j0] + on_before[i0, j0]
         visited, whole = visited & (on > 0), whole & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
     visited, whole = visited[None], whole[None]
-    if problem.documents is not None:  # from the documents of a tile's first row and of its last
-        (first, last), (first_of_bottom, last_of_bottom) = (problem.documents[:, i].unbind(-1) for i in (top, bottom))
+    if problem.spans is not None:  # from the documents of a tile's first row and of its last
+        (first, last), (first_of_bottom, last_of_bottom) = (problem.spans[:, i].unbind(-1) for i in (top, bottom))
         visited = visited & (right >= first) & (left <= last_of_bottom)
         whole = whole & (left >= first_of_bottom) & (right <= last)
     return visited, whole
 
 
 def visit_lists(problem: Problem, block_m: int, block_n: int, form: str, device: torch.device) -> Tensor:
-    """tile_table() as kernels/flash.py reads it: int32 (tiles, ...), a line for each tile of rows (form="rows") or of
+    """tile_table() as kernels/flash.py reads it: int32 (tiles, 2 + others), a line a tile of rows (form="rows") or of
     columns (form="columns"): how many tiles it visits, how many of these the mask cuts, then their numbers, the cut
     ones first. 4 (T / block_m) (T_k / block_n) bytes: 1 MiB for 64k tokens and tiles of 128."""
-    visited, whole = (x[0] for x in tile_table(problem._replace(documents=None), block_m, block_n, device))
-    whole &= problem.documents is None  # the table is for all sequences, and a document may end in any tile
-    if form == "columns":  # the kernel goes through rows, and gives those past the last the weight 0
+    visited, whole = (x[0] for x in tile_table(problem._replace(spans=None), block_m, block_n, device))
+    whole = whole & (problem.spans is None)  # the table is for all sequences, and a document may end in any tile
+    if form == "columns":
         visited, whole = visited.mT, whole.mT
-    else:  # columns past the last have to be masked
+    else:  # columns past the last have to be masked; rows past the last have the weight 0
         whole[:, problem.T_k // block_n :] = False
     order = torch.argsort(torch.where(visited, whole.int(), 2), dim=-1, stable=True)  # cut tiles, whole, not visited
     counts = torch.stack((visited.sum(-1), (visited & ~whole).sum(-1)), -1)

@@ -61,7 +61,7 @@ def weights_of(call: Call) -> Tensor:
     config, parts = replace(call.config, impl="tiled"), []
     for one in torch.eye(T, -(-T // D) * D).split(D, dim=1):  # (T, D): the values for D keys
         v = one.expand_as(call.v)
-        parts.append(attention(call.q, call.k, v, config, documents=call.documents, break_it=call.break_it)[0])
+        parts.append(attention(call.q, call.k, v, config, spans=call.spans, break_it=call.break_it)[0])
     return torch.cat(parts, -1)[..., :T]
 
 

@@ -77,19 +77,19 @@ class AttentionConfig:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, *, causal: bool = True, seed: Tensor | None = None,
-    documents: Tensor | None = None, break_it: BreakIt = UNBROKEN, return_lse: bool = False,
+    spans: Tensor | None = None, break_it: BreakIt = UNBROKEN, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D); one float dtype, any strides.
     causal: row i sees key j if j <= i + T_k - T, so the last row is aligned with the last key, as in flash-attention.
     seed: int64 scalar tensor on q's device, for the mask of model/dropout.py. None: no dropout, as in evaluation.
-    documents: int32 (B, T_k, 2), spans_of() of model/mask.py: where each token's document begins and ends. The queries
-    are the last T tokens.
+    spans: int32 (B, T_k, 2), the first and the last place of each token's document: spans_of() of model/mask.py. The
+    queries are the last T tokens. (The model makes them if config.documents is set, which is not read here.)
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     Only naive has second derivatives (a gradient penalty) and a forward mode: the jvp of tiled and triton is 0."""
-    problem = problem_of(q, k, v, config, causal, seed, documents, break_it)
+    problem = problem_of(q, k, v, config, causal, seed, spans, break_it)
     match config.impl:
         case "naive":
             with without_autocast(q):
@@ -111,9 +111,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
-    if q.dtype == torch.float16:  # where q k^T overflows long before s does, so a power of two of the scale goes first
-        first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
-        q, scale = q * first, scale / first
+    if q.dtype == torch.float16:  # q k^T overflows long before s does: a part of the scale goes first, a power of two
+        part = min(1.0, 2.0 ** math.floor(math.log2(scale)))
+        q, scale = q * part, scale / part
     s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
@@ -148,7 +148,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 
 # --- What is refused, and what runs where -----------------------------------------------------------------------------
-def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documents=None, break_it=UNBROKEN) -> Problem:
+def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=None, break_it=UNBROKEN) -> Problem:
     """The arguments of attention(), checked, as one Problem. Raises ValueError."""
     fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fit or 0 in (*q.shape, *k.shape) or q.shape[1] % k.shape[1]:
@@ -158,23 +158,23 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
         raise ValueError(f"q {q.dtype} {q.device}, k {k.dtype} {k.device}, v {v.dtype} {v.device}: want one of each")
     (_, H, T, D), T_k = q.shape, k.shape[2]
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    if documents is not None and (documents.shape != (*k.shape[:3:2], 2) or T > T_k or documents.dtype != torch.int32):
-        raise ValueError(f"documents {documents.dtype} {tuple(documents.shape)}: want spans_of() of (B, T_k), T <= T_k")
+    if spans is not None and (spans.shape != (k.shape[0], T_k, 2) or T > T_k or spans.dtype != torch.int32):
+        raise ValueError(f"spans {spans.dtype} {tuple(spans.shape)}: want spans_of() (B, T_k, 2), T={T} <= T_k={T_k}")
     scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0 and seed.device == q.device
     if seed is not None and not scalar:
         raise ValueError(f"seed={seed!r}: want an int64 scalar on {q.device}, as torch.tensor(5) on a CPU")
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if blocks is not None and (covered := min(blocks.shape) * config.block_mask_size) < max(T, T_k):
         raise ValueError(f"attention.block_mask covers {covered} tokens of {max(T, T_k)}: draw more blocks")
-    if config.impl == "sdpa" and (documents is not None or any(getattr(config, name) for name in NOT_SDPA)):
+    if config.impl == "sdpa" and (spans is not None or any(getattr(config, name) for name in NOT_SDPA)):
         raise ValueError(f"sdpa has no {', '.join(NOT_SDPA)}; use tiled or triton")
     scale = config.softmax_scale or (1.0 if "no_scale" in break_it.removed else D**-0.5)
     if break_it.broken:
-        check_failures(config, break_it, causal, documents)
-    window = config.window if config.window and config.window < T + T_k else None  # a wider one hides nothing
+        check_failures(config, break_it, causal, spans)
+    window = config.window if config.window and config.window < max(T, T_k) else None  # a wider one hides nothing
     dropping = seed is not None and config.dropout_p > 0
     return Problem(
-        T=T, T_k=T_k, causal=causal, window=window, documents=documents, blocks=blocks,
+        T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
         dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,
@@ -203,8 +203,8 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_it=UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton where a training
-    is faster with it, for sampling, for options that sdpa lacks, for dropout, and for failures."""
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton (tiled where it
+    cannot run) where a training is faster with it, for sampling, options that sdpa lacks, dropout, and failures."""
     if config.impl != "auto":
         return config
     if not device.startswith("cuda"):
@@ -217,11 +217,11 @@ def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_
     return replace(config, impl="sdpa")
 
 
-def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, documents: Tensor | None) -> None:
+def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, spans: Tensor | None) -> None:
     """Raises ValueError for a failure that has nothing to remove."""
-    masked = documents is not None or config.window or config.block_mask
+    masked = spans is not None or config.window or config.block_mask
     nothing_to_remove = {
-        "no_scale": config.softmax_scale and "softmax_scale is no 1 / sqrt(D); leave it out",
+        "no_scale": config.softmax_scale and "softmax_scale replaces 1 / sqrt(D); leave it out",
         "local_mask": (not causal or masked) and "only the causal mask alone can be broken",
         "stale_seed": config.dropout_p == 0 and "there is no dropout; use attention.dropout_p=0.5",
     }

@@ -124,14 +124,14 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(config.head_size, eps=config.norm_eps)
         self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope=None, seed=None, documents=None, attend=attention) -> Tensor:
+    def forward(self, x: Tensor, rope=None, seed=None, spans=None, attend=attention) -> Tensor:
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_size)
         q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, dim=2))  # (B, H or H_kv, T, D)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        o = attend(q, k, v, self.attention_config, seed=seed, documents=documents, break_it=self.break_it)
+        o = attend(q, k, v, self.attention_config, seed=seed, spans=spans, break_it=self.break_it)
         return self.out(o.transpose(1, 2).reshape(B, T, C))
 
 
@@ -161,10 +161,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout_p)
         self.mix = nn.Parameter(torch.tensor([1.0, 0.1])) if config.mix_x0 else None
 
-    def forward(self, x: Tensor, x0: Tensor, rope=None, seed=None, documents=None, attend=attention) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, rope=None, seed=None, spans=None, attend=attention) -> Tensor:
         if self.mix is not None:
             x = self.mix[0] * x + self.mix[1] * x0
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents, attend))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, spans, attend))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 

@@ -1,5 +1,5 @@
 """Which keys a query sees: those that all rules of a Problem allow. kernels/problem.py says what each rule is, and
-kernels/visits.py says from the same rules which tiles of scores have a visible one.
+kernels/visits.py says from the same rules which tiles may have a visible score.
 """
 
 import torch
@@ -27,15 +27,15 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
         seen &= (i - j).abs() < problem.window
     if problem.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block
         seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
-    if problem.documents is None:
+    if problem.spans is None:
         return seen[None]
-    first, last = problem.documents[:, i].unbind(-1)  # (B, R, 1)
+    first, last = problem.spans[:, i].unbind(-1)  # (B, R, 1) each
     return seen & (first <= j) & (j <= last)
 
 
 def spans_of(documents: Tensor) -> Tensor:
-    """Of integers (B, T), the document of each token: its first and last place, int32 (B, T, 2). A document is a run of
-    equal numbers. So a tile of queries knows from two of them which tiles of keys it sees."""
+    """The first and the last place of each token's document, int32 (B, T, 2), from document numbers (B, T). A document
+    is a run of equal numbers. Places never fall, so those of a tile's first and last token bound what it sees."""
     T = documents.shape[1]
     at = torch.arange(T, device=documents.device)
     new = documents[:, 1:] != documents[:, :-1]

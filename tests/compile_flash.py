@@ -89,7 +89,7 @@ def attention(dtype: str, D: int, **more) -> None:
 
 def hopper_forward(dtype: str, D: int) -> None:
     """The mask cuts one tile of every row; more; all that there is; with D = 64, other tiles for many keys."""
-    everything = {"window": 100, "documents": torch.zeros(1, 500, 2, dtype=torch.int32), **DROPOUT}
+    everything = {"window": 100, "spans": torch.zeros(1, 500, 2, dtype=torch.int32), **DROPOUT}
     for T, T_k, more in ((500, 500, {}), (97, 500, {}), (500, 500, everything), (500, 2548, {}))[: 4 if D == 64 else 3]:
         q, k, lse = empty(1, 4, T, D, dtype=dtype), empty(1, 2, T_k, D, dtype=dtype), empty(1, 4, T)
         launch_forward(q, k, k, q, lse, lse, PLAIN._replace(T=T, T_k=T_k, **more))

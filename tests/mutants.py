@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 TABLE = {
     "model/attention.py": [
         ("sdpa aligns the first rows", "if causal and T != T_k:", "if False:", "attention"),
-        ("a window is lost if few queries come", "config.window < T + T_k else", "config.window < T else", "attention"),
+        ("a window is lost with few queries", "config.window < max(T, T_k) else", "config.window < T else", "attention"),
         ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention")],
     "model/op.py": [
         ("lse has no gradient", "lse2, do, dlse, *options), q, k)", "lse2, do, None, *options), q, k)", "attention")],
@@ -45,7 +45,7 @@ TABLE = {
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask"),
-        ("a tile where a document may end is whole", "whole &= problem.documents is None", "", "flash")],
+        ("a tile where a document may end is whole", "whole & (problem.spans is None)", "whole", "flash")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
         ("all heads have one dropout mask", "c2 = torch.arange(heads,", "c2 = 0 * torch.arange(heads,", "dropout")],
@@ -73,7 +73,7 @@ TABLE = {
         ("triton adds lse's gradient", "delta_i -= tl.load(dlse", "delta_i += tl.load(dlse", "attention"),
         ("dk has one query head of a group", "(h_kv + 1) * task.G):", "h_kv * task.G + 1):", "flash"),
         ("softcap has no slope in triton", "softcap_grad = 1 - t * t", "softcap_grad = 1.0", "flash"),
-        ("all sequences have one's documents", "documents + b.to(tl.int64) * task.T_k * 2", "documents", "flash")],
+        ("all sequences have one's documents", "task.spans + b.to(tl.int64) * task.T_k * 2", "task.spans", "flash")],
     "kernels/decode.py": [
         ("splits are not rescaled", "tl.sum(alpha * tl.load(l_of", "tl.sum(tl.load(l_of", "decode"),
         ("the cache keeps no new token", "if split == 0:", "if split == splits:", "decode")],

@@ -41,7 +41,7 @@ class Case:
     window: int | None = None
     dropout_p: float = 0.0
     softmax_scale: float | None = None
-    documents: tuple[int, ...] | str | None = None  # their lengths, T_k together, or "shuffled": short ones
+    documents: tuple[int, ...] | str | None = None  # their lengths, T_k together; "shuffled": numbers come again
     blocks: tuple[str, ...] | None = None  # attention.block_mask, in blocks of BLOCK
     alibi: bool = False
     softcap: float | None = None
@@ -67,13 +67,14 @@ class Case:
         if self.documents is None:
             return None
         if self.documents == "shuffled":
-            return torch.randint(3, (self.B, self.keys), generator=torch.Generator().manual_seed(2))
+            numbers = torch.randint(3, (self.B, -(-self.keys // 13)), generator=torch.Generator().manual_seed(2))
+            return numbers.repeat_interleave(13, dim=1)[:, : self.keys]
         numbers = 3 + 2 * torch.arange(len(self.documents))
         lengths = [torch.tensor(self.documents[:: -1 if b % 2 else 1]) for b in range(self.B)]
         return torch.stack([numbers.repeat_interleave(of_one) for of_one in lengths])
 
     def spans(self, device: torch.device | str) -> Tensor | None:
-        """The documents as attention() takes them."""
+        """The documents as attention() takes them, spans_of()."""
         numbers = self.document_numbers()
         return None if numbers is None else spans_of(numbers.to(device))
 
@@ -202,7 +203,7 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
     q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
     has_lse = config.impl != "sdpa"
     options = {"causal": case.causal, "seed": torch.tensor(SEED, device=q.device)} | options
-    options["documents"] = case.spans(q.device)
+    options["spans"] = case.spans(q.device)
     found = attention(q, k, v, case.configure(config), return_lse=has_lse, **options)
     o, lse = found if has_lse else (found, None)
     outputs, gradients = [o], [inputs["do"]]

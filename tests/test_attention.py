@@ -312,10 +312,10 @@ def test_a_compiled_function_gives_the_same_bits_forward_and_backward(row):
 def test_the_op_is_registered_as_torch_wants_it(row, D, monkeypatch):
     """Its schema, and that its fake has the shapes and strides of what it returns."""
     q = torch.randn(1, 2, 40, D, device=row.device, dtype=torch.bfloat16, requires_grad=True)
-    documents, given = spans_of(torch.arange(40, device=row.device)[None] // 15), []
+    spans, given = spans_of(torch.arange(40, device=row.device)[None] // 15), []
     monkeypatch.setattr(attention_module, "flash_attention", lambda *args: given.append(args) or flash_attention(*args))
     config, seed = replace(row.config, dropout_p=0.3, alibi=True), torch.tensor(SEED, device=row.device)
-    attention(q, q, q, config, seed=seed, documents=documents)
+    attention(q, q, q, config, seed=seed, spans=spans)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(flash_attention, given[0], test_utils=tests)
 
@@ -334,12 +334,12 @@ def test_naive_has_a_second_derivative():
     assert torch.autograd.gradgradcheck(lambda *inputs: attention(*inputs, NAIVE), inputs)
 
 
-@pytest.mark.parametrize("changed", ["q", "k", "v", "documents", "seed"])
+@pytest.mark.parametrize("changed", ["q", "k", "v", "spans", "seed"])
 @FLASH
 def test_what_changes_in_place_before_the_backward_is_noticed(row, changed):
     one = torch.ones((), device=row.device, requires_grad=True)
     inputs = {name: one * torch.randn(1, 2, 8, 16, device=row.device) for name in "qkv"}
-    inputs |= {"documents": spans_of(torch.arange(8, device=row.device)[None] // 4)}
+    inputs |= {"spans": spans_of(torch.arange(8, device=row.device)[None] // 4)}
     inputs |= {"seed": torch.tensor(SEED, device=row.device)}
     o = attention(**inputs, config=replace(row.config, dropout_p=0.1))
     with torch.no_grad():
@@ -364,10 +364,10 @@ REFUSED = {  # inputs, options of the configuration, arguments of attention(), w
     "heads": ((zeros(1, 3, 8, 4), X, X), {}, {}, "3"),
     "no queries": ((zeros(1, 2, 0, 4), X, X), {}, {}, "(1, 2, 0, 4)"),
     "dtypes": ((X, X.bfloat16(), X), {}, {}, "bfloat16"),
-    "documents of another length": ((X, X, X), {}, {"documents": zeros(1, 7, 2).int()}, "(1, 7, 2)"),
-    "documents with fewer keys": ((zeros(1, 2, 9, 4), X, X), {}, {"documents": zeros(1, 8, 2).int()}, "(1, 8, 2)"),
-    "documents of floats": ((X, X, X), {}, {"documents": zeros(1, 8, 2)}, "float32"),
-    "documents by number": ((X, X, X), {}, {"documents": zeros(1, 8).int()}, "spans_of"),
+    "documents of another length": ((X, X, X), {}, {"spans": zeros(1, 7, 2).int()}, "(1, 7, 2)"),
+    "documents with fewer keys": ((zeros(1, 2, 9, 4), X, X), {}, {"spans": zeros(1, 8, 2).int()}, "(1, 8, 2)"),
+    "documents of floats": ((X, X, X), {}, {"spans": zeros(1, 8, 2)}, "float32"),
+    "documents by number": ((X, X, X), {}, {"spans": zeros(1, 8).int()}, "spans_of"),
     "a number as seed": ((X, X, X), {}, {"seed": 5}, "seed=5"),
     "a seed of 32 bits": ((X, X, X), {}, {"seed": zeros(dtype=torch.int32)}, "int32"),
     "a seed of floats": ((X, X, X), {}, {"seed": zeros()}, "seed=tensor(0.)"),
@@ -396,9 +396,9 @@ OF_MASK_AND_SCORE = {
 @pytest.mark.parametrize("option", OF_MASK_AND_SCORE)
 def test_sdpa_refuses_what_it_lacks_and_auto_takes_another(option, monkeypatch):
     config = replace(SDPA, **{option: OF_MASK_AND_SCORE[option]})
-    documents = zeros(1, 8, 2).int() if option == "documents" else None
+    spans = zeros(1, 8, 2).int() if option == "documents" else None
     with pytest.raises(ValueError, match=option):
-        attention(X, X, X, config.layer(0), documents=documents)
+        attention(X, X, X, config.layer(0), spans=spans)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for runs, ours in ((True, "triton"), (False, "tiled")):
         monkeypatch.setattr(attention_module, "runs_kernels", lambda device, runs=runs: runs)

@@ -183,7 +183,7 @@ def test_what_is_broken_has_a_name(broken, label):
 @pytest.mark.parametrize(("config", "failure", "options"), [
     (replace(TILED, softmax_scale=0.5), "no_scale", {}), (TILED, "local_mask", {"causal": False}),
     (replace(TILED, window=4), "local_mask", {}), (replace(TILED, block_mask=["x"]), "local_mask", {}),
-    (TILED, "local_mask", {"documents": torch.zeros(1, 8, 2, dtype=torch.int32)}), (TILED, "stale_seed", {}),
+    (TILED, "local_mask", {"spans": torch.zeros(1, 8, 2, dtype=torch.int32)}), (TILED, "stale_seed", {}),
     *((AttentionConfig("sdpa", dropout_p=0.5), name, {}) for name in FAILURES if name != "no_scale"),
 ])  # fmt: skip
 def test_a_failure_is_refused_where_it_has_nothing_to_remove(config, failure, options):

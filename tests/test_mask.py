@@ -82,7 +82,7 @@ def test_no_tile_is_visited_or_masked_for_nothing_where_it_crosses_no_edge_of_a_
 def test_lists_of_tiles_have_those_of_the_table_each_once_and_the_cut_ones_first(case, tile):
     """A kernel's tile of keys may reach past the last key, so it counts as cut. Rows past the last have no weight."""
     problem = problem_for(case)
-    (some,), (all_,) = tile_table(problem._replace(documents=None), *tile, CPU)
+    (some,), (all_,) = tile_table(problem._replace(spans=None), *tile, CPU)
     all_ = all_ & (case.documents is None)  # a table for all sequences
     whole_keys = torch.arange(some.shape[1]) < case.keys // tile[1]
     for form, some_of, all_of in (("rows", some, all_ & whole_keys), ("columns", some.mT, all_.mT)):

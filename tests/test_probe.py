@@ -96,7 +96,7 @@ def test_the_effect_in_a_long_sequence_is_that_on_its_first_rows(monkeypatch):
     found = probe.worst(probe.effects([call]))
     assert found["o"].broken == pytest.approx(float((call.o[:, :, :60] - right).norm() / right.norm()), rel=1e-3)
     assert found["gradient"].more_than_rounding
-    one = {"config": replace(TILED, documents=True), "documents": torch.tensor([0, 199]).int().expand(1, 200, 2)}
+    one = {"config": replace(TILED, documents=True), "spans": torch.tensor([0, 199]).int().expand(1, 200, 2)}
     assert probe.worst(probe.effects([replace(call, **one)])) == found
 
 

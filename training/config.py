@@ -295,9 +295,9 @@ def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device
 
         check_supported(DTYPES[dtype], D, device)
     q, k = (torch.zeros(1).expand(1, heads, T, D) for heads in (cfg.model.n_head, cfg.model.kv_heads))
-    documents = torch.zeros(1, dtype=torch.int32).expand(1, T, 2) if attention.documents else None
+    spans = torch.zeros(1, dtype=torch.int32).expand(1, T, 2) if attention.documents else None
     for i in range(cfg.model.n_layer):
-        problem_of(q, k, k, attention.layer(i), documents=documents, break_it=cfg.break_it)
+        problem_of(q, k, k, attention.layer(i), spans=spans, break_it=cfg.break_it)
 
 
 def fill_in(cfg: Config, n_vocab: int, n_tokens: int, data_size: int, device: torch.device) -> int:

@@ -51,7 +51,7 @@ class Call:
     v: Tensor
     config: AttentionConfig  # of the layer
     seed: Tensor | None
-    documents: Tensor | None  # as attention() takes them
+    spans: Tensor | None  # as attention() takes them
     break_it: BreakIt
     layer: int
     o: Tensor
@@ -62,7 +62,7 @@ class Call:
         """The call as the implementations of attention() take it. broken: replaces the call's own failures."""
         break_it = self.break_it if broken is None else replace(self.break_it, broken=broken)
         config = replace(self.config, impl="tiled")
-        return problem_of(self.q, self.k, self.v, config, True, self.seed, self.documents, break_it)
+        return problem_of(self.q, self.k, self.v, config, True, self.seed, self.spans, break_it)
 
 
 class Recorder:
@@ -266,7 +266,7 @@ def effects(calls: list[Call]) -> list[Effect]:
     found = []
     for call in (call for call in calls if call.config.impl != "sdpa" or call.seed is None):
         cut = {name: getattr(call, name)[:, :, :ROWS] for name in ("q", "k", "v", "do")}
-        call = replace(call, **cut, documents=None if call.documents is None else call.documents[:, :ROWS])
+        call = replace(call, **cut, spans=None if call.spans is None else call.spans[:, :ROWS])
         impl, dtype = call.config.impl, call.q.dtype
         right, whole = computed(call, "tiled", wide(call.q)), computed(call, impl, dtype)
         broken = computed(call, impl, dtype, call.break_it.broken)
@@ -283,7 +283,7 @@ def computed(call: Call, impl: str, dtype: torch.dtype, broken: tuple[str, ...] 
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v))
     config, break_it = replace(call.config, impl=impl), replace(call.break_it, broken=broken)
     with torch.enable_grad():
-        o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=break_it)
+        o = attention(q, k, v, config, seed=call.seed, spans=call.spans, break_it=break_it)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.to(dtype))]
 
 

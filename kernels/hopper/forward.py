@@ -64,7 +64,7 @@ class How:
 # What to compute, in the words of kernels/flash.py. In place of a tensor that is not needed, as How says: any other.
 #     N          B * H
 #     section    heads that are computed at the same time: group_at()
-Task = namedtuple("Task", "N section H T T_k at_least at_most documents scale2 seed threshold keep_scale")
+Task = namedtuple("Task", "N section H T T_k at_least at_most spans scale2 seed threshold keep_scale")
 
 # What lies in shared memory. Places for tiles:
 #     q, o     (CONSUMERS, 1, 1, ROWS, D)
@@ -83,8 +83,8 @@ REGISTERS = {2: (168, 240), 3: (128, 160), 4: (96, 112)}
 
 
 def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
-    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200. plain: the mask cuts one tile of every tile
-    of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
+    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200. plain: How.CUT_ONCE, and no dropout. Otherwise three
+    or four consumers have too few registers."""
     if D == 64 and plain:
         return (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
     return (128, 2, 3) if D == 64 else (128, 2, 2)
@@ -93,22 +93,20 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
 def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    window, documents, dropout = problem.window, problem.documents, problem.seed is not None
-    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1
-    bounded = problem.causal or window is not None
-    cut_once = window is None and documents is None and (not bounded or (T_k - T) % ROWS == 0)
+    window, spans, dropout = problem.window, problem.spans, problem.seed is not None
+    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1  # without such a rule any
+    cut_once = window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
-    groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
+    groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
-    forward_kernel[(min(groups * B * H, processors(q.device)),)](
-        *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
+    forward_kernel[(min(groups, processors(q.device)),)](
+        *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))],
         lse, lse2, taken, H // H_kv,
         B * H, section, H, T, T_k, at_least, at_most,
-        lse if documents is None else documents.contiguous(), problem.scale * math.log2(math.e),
+        lse if spans is None else spans.contiguous(), problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
-        how(D, *tiles, window is not None, bounded, documents is not None, cut_once, dropout),
+        how(D, *tiles, window is not None, problem.causal or window is not None, spans is not None, cut_once, dropout),
         num_warps=4, maxnreg=REGISTERS[consumers][0],
     )  # fmt: skip
 
@@ -141,10 +139,10 @@ def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
 
 
 @gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents, scale2, seed,
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
                    threshold, keep_scale, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for all sizes."""
-    task = Task(N, section, H, T, T_k, at_least, at_most, documents, scale2, seed, threshold, keep_scale)
+    task = Task(N, section, H, T, T_k, at_least, at_most, spans, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -203,8 +201,8 @@ def group_at(group, task, how: gl.constexpr):
     n, place = in_sections(group, per_head, task.section, task.N)
     row0 = (per_head - 1 - place) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
-    start, _, _, _ = key_tiles(b, row0, task, how)
-    _, _, _, stop = key_tiles(b, row0 + (how.CONSUMERS - 1) * how.ROWS, task, how)
+    start = key_tiles(b, row0, task, how)[0]
+    stop = key_tiles(b, row0 + (how.CONSUMERS - 1) * how.ROWS, task, how)[3]
     return b, h, n, row0, start, stop
 
 
@@ -213,8 +211,8 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
-    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the positions of the first row and of the last
-    high = low + how.ROWS - 1
+    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's position; spans end at T_k - 1
+    high = low + how.ROWS - 1  # the last row's
     at_least, at_most = task.at_least if how.AT_LEAST else None, task.at_most if how.AT_MOST else None
     found = between(low, high, at_least, at_most, gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N, how.BLOCK_N)
     if how.DOCUMENTS:
@@ -406,11 +404,14 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     """Step 2: -inf for keys past the last, and for those that the mask hides from rows i."""
     j = tile * how.BLOCK_N + gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout))
     position = i + (task.T_k - task.T)
-    last = gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
+    first, last = position * 0, gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
+    if how.AT_LEAST:
+        first = position + task.at_least
     if how.AT_MOST:
         last = gl.minimum(position + task.at_most, last)
     if how.DOCUMENTS:
-        span = task.documents + (b.to(gl.int64) * task.T_k + position) * 2
+        span = task.spans + (b.to(gl.int64) * task.T_k + position) * 2
+        first = gl.maximum(gl.load(span, mask=i < task.T, other=0), first)
         last = gl.minimum(gl.load(span + 1, mask=i < task.T, other=0), last)
     if how.D == 128 and how.CUT_ONCE:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
@@ -419,10 +420,8 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
         j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
         return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))
     seen = gl.expand_dims(j, 0) <= gl.expand_dims(last, 1)
-    if how.AT_LEAST:
-        seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(position + task.at_least, 1))
-    if how.DOCUMENTS:
-        seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(gl.load(span, mask=i < task.T, other=0), 1))
+    if how.AT_LEAST or how.DOCUMENTS:
+        seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(first, 1))
     return gl.where(seen, s, -float("inf"))
 
 
@@ -460,7 +459,7 @@ LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
 # The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: all columns, bit 4 of its rows.
 OWN, LANES4 = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]], [[*lane, 0, 0] for lane in LANES]
-SHARED_OUT = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
+OWN_WORDS = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
 
 
 @gluon.jit
@@ -483,7 +482,7 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
         # other bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         zero = (task.threshold >> 7).to(gl.uint32) - 1
-        word = gl.convert_layout((word & others) | (zero & (word | others)), SHARED_OUT)
+        word = gl.convert_layout((word & others) | (zero & (word | others)), OWN_WORDS)
         word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
         word = word.reshape((2, 8, 4, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
         keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
