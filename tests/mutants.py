@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 TABLE = {
     "model/attention.py": [
         ("sdpa aligns the first rows", "if causal and T != T_k:", "if False:", "attention"),
-        ("a window is lost with few queries", "config.window < max(T, T_k) else", "config.window < T else", "attention"),
+        ("few queries lose a window", "config.window < max(T, T_k) else", "config.window < T else", "attention"),
         ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention")],
     "model/op.py": [
         ("lse has no gradient", "lse2, do, dlse, *options), q, k)", "lse2, do, None, *options), q, k)", "attention")],
