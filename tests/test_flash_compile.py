@@ -114,7 +114,7 @@ def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_
     sizes = [(i == 2, *size) for of_head in (of_64, of_64, of_128, of_128) for i, size in enumerate(of_head)]
     for kernel, (all_there_is, C, N) in zip(kernels(90, HOPPER_FORWARD), sizes, strict=True):
         assert not kernel["warnings"]
-        assert kernel["spills"] <= (64 if all_there_is else 0)  # window, documents and dropout together
+        assert kernel["spills"] <= (128 if all_there_is else 0)  # window, documents and dropout together
         # For each consumer, a tile's scores and values: before and in the loop, in the loop and after it.
         assert kernel["wgmma"] == C * 2 * (kernel["case"][2] // 16 + N // 16)
 
