@@ -103,8 +103,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# kernel -> tiles for head sizes up to 64, 128 and 256: the fastest for 16-bit inputs on an H200. Head size 256: of dq
-# and dkdv not measured, those that spill the fewest registers.
+# kernel -> tiles for head sizes up to 64, 128 and 256: the fastest for 16-bit inputs on an H200. For head
+# size 256 dq's and dkdv's are not measured: they spill the fewest registers.
 MEASURED = {
     "forward": (Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
     "dq": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),

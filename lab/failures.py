@@ -34,11 +34,8 @@ OVERFLOWS = {
 }
 FAILURES = {
     "no_max": Entry(OVERFLOWS, USUAL),
-    "no_rescale": Entry(SEVERAL, SHORT),
-    "no_rescale_sum": Entry(SEVERAL, SHORT),
-    "no_rescale_output": Entry(SEVERAL, SHORT),
+    **dict.fromkeys(("no_rescale", "no_rescale_sum", "no_rescale_output", "local_mask"), Entry(SEVERAL, SHORT)),
     "zero_init_max": Entry({"two keys with scores of -89": scored(8.0, -44.5, EVERY, EVERY, window=2)}, USUAL),
-    "local_mask": Entry(SEVERAL, SHORT),
     "no_scale": Entry({"head size 16": usual()}, {"head size 1": usual(D=1)}),
     "unguarded_mask": Entry(UNSEEING, {"causal alone": usual()}),
     "stale_seed": Entry({"dropout": usual(seed=7, dropout_p=0.2)}, {"evaluation": usual(dropout_p=0.2)}),

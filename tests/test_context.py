@@ -68,13 +68,14 @@ def test_every_context_given_predicts_the_same_tokens(T):
 
 
 def test_a_gain_has_the_standard_error_of_its_differences():
-    """Windows differ by 5 nats, and each gains 0.2 or 0.3."""
-    losses = {32: torch.tensor([1.0, 6.0], dtype=torch.float64), 64: torch.tensor([0.8, 5.7], dtype=torch.float64)}
-    lines = context.table(losses, 64, 128)  # two bytes a token
+    """Windows differ by 5 nats. Over the line before each gains 0.2 or 0.3, then loses 0.1."""
+    each = {32: [1.0, 6.0], 64: [0.8, 5.7], 80: [0.9, 5.8]}
+    losses = {n: torch.tensor(loss, dtype=torch.float64) for n, loss in each.items()}
+    lines = context.table(losses, 80, 128)  # two bytes a token
     assert "64 tokens" in lines[0]
-    numbers = [[float(x) for x in re.findall(r"[\d.]+", line)] for line in lines[2:]]
-    assert numbers == [[32, 3.5, 2.5247, 0, 0], [64, 3.25, 2.3444, 0.25, 0.05]]
-    assert "nan" in context.table({n: loss[:1] for n, loss in losses.items()}, 64, 64)[-1]  # one window has no error
+    numbers = [[float(x) for x in re.findall(r"-?[\d.]+", line)] for line in lines[2:]]
+    assert numbers == [[32, 3.5, 2.5247, 0, 0], [64, 3.25, 2.3444, 0.25, 0.05], [80, 3.35, 2.4165, -0.1, 0]]
+    assert "nan" in context.table({n: loss[:1] for n, loss in losses.items()}, 80, 64)[-1]  # one window has no error
 
 
 def test_a_run_is_measured_on_its_own_validation_text(small_run, text, call, tmp_path):

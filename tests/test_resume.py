@@ -213,6 +213,7 @@ def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_ru
     a, b = (load_checkpoint(last(tmp_path / name)) for name in ("x", "child"))
     assert b.step == 1
     assert all(torch.equal(weight, b.weights[name]) for name, weight in a.weights.items())
-    for typed, name in ("model.n_embd=64", "embedding.weight"), ("model.n_layer=1", "blocks.1."):
+    wrong = {"model.n_embd=64": "embedding.weight", "model.n_layer=1": "blocks.1.", "data.val_fraction=0.3": "learned"}
+    for typed, why in wrong.items():
         ended = call(train, *data, "init_from=x", f"runs={tmp_path}", "name=other", "steps=1", typed)
-        assert (ended.code, name in ended.err) == (1, True)
+        assert (ended.code, why in ended.err) == (1, True)

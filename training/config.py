@@ -248,6 +248,10 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     elif resumed and "max_minutes" in typed and "steps" not in typed:  # and who wants more minutes
         cfg.steps = max(cfg.steps, usual_steps)
     found = cast(Config, OmegaConf.to_object(cfg))
+    old = parent.state["config"].get("data", {}) if parent else {}
+    same_text = (old.get("source"), old.get("path")) == (found.data.source, found.data.path)
+    if same_text and found.data.val_fraction > old["val_fraction"]:
+        raise ValueError("init_from= has learned from some of that validation text: leave data.val_fraction= out")
     if resumed:
         refuse_changes(found, resumed)
     return found

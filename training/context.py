@@ -42,9 +42,8 @@ def report(model: GPT, trained: Checkpoint) -> str:
     data, encoding = trained.options("data", DataConfig), from_json(trained.tokenizer)
     dataset = open_data(data, trained.options("tokenizer", TokenizerConfig), encoding, T, config["runs"])
     size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T)
-    state = trained.state["loader"]
-    own = Loader(dataset.train, None, batch_size=1, context_length=T, seed=state["seed"])
-    own.load_state_dict(state)  # ValueError if the training text was edited
+    own = Loader(dataset.train, None, batch_size=1, context_length=T, seed=trained.state["loader"]["seed"])
+    own.load_state_dict(trained.state["loader"])  # ValueError if the training text was edited
     stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
     batches = validation_batches(dataset.val, dataset.val_documents, *size, stride)
     set_precision(dtype := pick_dtype(config["dtype"], device))
@@ -92,13 +91,14 @@ def pieces(windows: Tensor, n: int) -> Tensor:
 
 
 def table(losses: dict[int, Tensor], T: int, size: int) -> list[str]:
-    """A line for each context: its loss, that in bits a byte of `size` bytes, and the gain in nats over the shortest
-    context with the standard error over windows."""
-    shortest, windows = losses[min(losses)], len(losses[T])
+    """A line for each context: its loss, that in bits a byte (of `size` bytes), and what it gained in nats over the
+    line before, with the standard error over windows."""
+    before, windows = losses[min(losses)], len(losses[T])
     tokens = windows * (most(T) // 2)
-    lines = [f"loss of the same {tokens:,} tokens, in nats a token; bits a byte", "given   loss     bits     gained"]
+    head = f"loss of the same {tokens:,} tokens of {windows} windows, in nats a token and in bits a byte"
+    lines = [head, "given   nats     bits     gained over the line before"]
     for n, loss in losses.items():
-        gain = shortest - loss
+        gain, before = before - loss, loss
         error = float(gain.std()) / math.sqrt(windows) if windows > 1 else math.nan
         bits = float(loss.mean()) * tokens / size / math.log(2)
         lines.append(f"{n:<7} {float(loss.mean()):.4f}   {bits:.4f}   {float(gain.mean()):.4f} +- {error:.4f}")

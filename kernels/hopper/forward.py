@@ -99,10 +99,9 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     forward_kernel[(min(groups, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))],
-        lse, lse2, taken, H // H_kv,
+        lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,
         B * H, section, H, T, T_k, at_least, at_most,
         lse if spans is None else spans.contiguous(), problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
