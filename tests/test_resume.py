@@ -213,6 +213,12 @@ def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_ru
     a, b = (load_checkpoint(last(tmp_path / name)) for name in ("x", "child"))
     assert b.step == 1
     assert all(torch.equal(weight, b.weights[name]) for name, weight in a.weights.items())
+    no_text = [argument for argument in data if not argument.startswith("data")]
+    ended = call(train, *no_text, "init_from=x", f"runs={tmp_path}", "name=same", "steps=1")
+    assert (ended.code, load_checkpoint(last(tmp_path / "same")).state["config"]["data"]) == (
+        0,
+        a.state["config"]["data"],
+    )
     wrong = {"model.n_embd=64": "embedding.weight", "model.n_layer=1": "blocks.1.", "data.val_fraction=0.3": "learned"}
     for typed, why in wrong.items():
         ended = call(train, *data, "init_from=x", f"runs={tmp_path}", "name=other", "steps=1", typed)

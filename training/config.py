@@ -221,7 +221,7 @@ def to_type(script: str, *arguments: str) -> str:
 def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:
     """The configuration of a run. The first of these that has a key counts:
 
-        typed keys; files of typed groups; resumed: its checkpoint | parent: its model, attention and break_it; defaults
+        typed keys; files of typed groups; resumed: its checkpoint | parent: model, attention, break_it, data; defaults
 
     ValueError for a value that is not allowed or contradicts a resumed run."""
     typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
@@ -231,8 +231,8 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     if source:
         theirs = as_text(source.state["config"])
         if parent:
-            groups = ("model", "attention", "break_it")
-            theirs = {name: theirs[name] for name in groups} | {"tokenizer": {"kind": "kept"}}
+            data = {"data"} & theirs.keys() - {*typed} if chosen["data"] == "pystdlib" else set()  # no other is chosen
+            theirs = {x: theirs[x] for x in ("model", "attention", "break_it", *data)} | {"tokenizer": {"kind": "kept"}}
         base = OmegaConf.structured(Config) if resumed else cfg
         try:
             merged = OmegaConf.merge(base, theirs, *(file_of(name, chosen[name]) for name in typed if name in chosen))
