@@ -268,7 +268,7 @@ def train(run: Run) -> int:
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
-    say(f"next: {again} {more}" if step in (0, run.step) else f"next: steps={step}, because the loss has risen since")
+    say(f"next: {again} {more}" if step in (0, run.step) else f"next: a new run, steps={step}: the loss rose later")
     return 0
 
 

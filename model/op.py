@@ -64,7 +64,7 @@ def keep_for_backward(ctx, inputs, output):
     o, _, lse2 = output
     ctx.mark_non_differentiable(lse2)
     ctx.set_materialize_grads(False)
-    # Of Problem's fields documents, blocks, slopes and seed are tensors, which are saved as such.
+    # Of Problem's fields spans, blocks, slopes and seed are tensors, which are saved as such.
     ctx.options = [None if isinstance(x, Tensor) else x for x in options]
     ctx.save_for_backward(q, k, v, o, lse2, *(x if isinstance(x, Tensor) else None for x in options))
 

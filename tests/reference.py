@@ -96,7 +96,7 @@ CASES = [
     Case(130, documents=(1, 40, 0, 87, 2)), Case(97, documents=(20, 77), causal=False),
     Case(60, 130, documents=(33, 64, 33), H=4, H_kv=2), Case(130, documents="shuffled"),
     Case(130, documents="shuffled", causal=False), Case(130, blocks=PICTURE),
-    Case(113, 203, blocks=PICTURE, causal=False, H=2, H_kv=1), Case(203, 113, blocks=PICTURE, D=24),
+    Case(113, 203, blocks=PICTURE, causal=False, H=2, H_kv=1), Case(203, 113, blocks=PICTURE, D=24, causal=False),
     Case(113, alibi=True, H=8, D=16, B=1), Case(97, 150, alibi=True, H=6, H_kv=2, D=16, B=1),
     Case(97, alibi=True, H=1, causal=False), Case(130, softcap=2.0, sigma=2.0),
     Case(113, 203, softcap=0.7, softmax_scale=0.5, dropout_p=0.2), Case(5, 97, window=20),

@@ -117,7 +117,9 @@ def test_by_arithmetic_no_score_is_missed_no_tile_visited_for_nothing_and_none_c
         assert not (wanted & ~visited).any()
         inner = slice(case.T // M), slice(case.keys // N)  # a tile that is cut off may be visited for what is cut off
         assert (packed and local) or torch.equal(visited[inner], wanted[inner])
-        assert not (~of_tiles(seen, M, N, True).all(-1)[0] & whole).any()
+        all_visible = of_tiles(seen, M, N, True).all(-1)[0]
+        assert not (~all_visible & whole).any()
+        assert torch.equal(whole[inner], all_visible[inner])
         assert of_keys or not whole[:, case.keys // N :].any()  # columns past the last one have to be masked
 
 

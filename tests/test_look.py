@@ -13,6 +13,7 @@ from lab import look
 from model.attention import AttentionConfig
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
+from model.mask import spans_of
 from tests.browser import MISSING, browser
 from tests.reference import error, largest
 from training.probe import record
@@ -35,6 +36,8 @@ def test_the_weights_are_the_softmax():
     right = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
     # A score's rounding is relative to the score, and grows a weight by so much.
     assert error(look.weights_of(call), right) <= 2 * EPS * (1 + largest(s))
+    call.spans = spans_of(torch.arange(s.shape[-1])[None] // 5)
+    assert (look.weights_of(call)[:, 5:, :5] == 0).all()
 
 
 def test_the_weights_of_a_broken_call_are_what_it_multiplies_the_values_by():

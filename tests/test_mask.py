@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 MASKS = [
     Case(50, B=1), Case(30, 90, B=1), Case(90, 30, B=1), Case(50, B=1, causal=False), Case(1, 90, B=1),
     Case(50, B=1, window=20), Case(30, 90, B=1, window=7), Case(90, 30, B=1, window=20, causal=False),
-    Case(30, 90, B=1, window=20, causal=False), Case(130, documents=(1, 40, 0, 57, 32)),
+    Case(30, 90, B=1, window=20, causal=False), Case(50, B=1, window=49), Case(130, documents=(1, 40, 0, 57, 32)),
     Case(97, documents=(20, 77), causal=False), Case(60, 130, documents=(33, 64, 33), window=12),
     Case(130, documents="shuffled"), Case(60, 130, documents="shuffled", window=40), Case(128, B=1, blocks=PICTURE),
     Case(96, 224, B=1, blocks=PICTURE, causal=False), Case(203, 113, B=1, blocks=PICTURE, causal=False),

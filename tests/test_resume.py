@@ -215,11 +215,11 @@ def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_ru
     assert all(torch.equal(weight, b.weights[name]) for name, weight in a.weights.items())
     no_text = [argument for argument in data if not argument.startswith("data")]
     ended = call(train, *no_text, "init_from=x", f"runs={tmp_path}", "name=same", "steps=1")
-    assert (ended.code, load_checkpoint(last(tmp_path / "same")).state["config"]["data"]) == (
-        0,
-        a.state["config"]["data"],
-    )
-    wrong = {"model.n_embd=64": "embedding.weight", "model.n_layer=1": "blocks.1.", "data.val_fraction=0.3": "learned"}
+    assert ended.code == 0, ended.err
+    assert load_checkpoint(last(tmp_path / "same")).state["config"]["data"] == a.state["config"]["data"]
+    wrong = {"model.n_embd=64": "embedding.weight", "model.n_layer=1": "blocks.1.", "data.val_fraction=0.3": "0.05",
+             "data=pystdlib device=cuda:77": "cuda:77", "data.path=nowhere data.val_fraction=0.3": "nowhere",
+             "experiment=gpu_minute data.path=nowhere": "data=pypackages"}  # fmt: skip
     for typed, why in wrong.items():
-        ended = call(train, *data, "init_from=x", f"runs={tmp_path}", "name=other", "steps=1", typed)
+        ended = call(train, *no_text, "init_from=x", f"runs={tmp_path}", "name=other", "steps=1", *typed.split())
         assert (ended.code, why in ended.err) == (1, True)

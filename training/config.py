@@ -250,8 +250,8 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     found = cast(Config, OmegaConf.to_object(cfg))
     old = parent.state["config"].get("data", {}) if parent else {}
     same_text = (old.get("source"), old.get("path")) == (found.data.source, found.data.path)
-    if same_text and found.data.val_fraction > old["val_fraction"]:
-        raise ValueError("init_from= has learned from some of that validation text: leave data.val_fraction= out")
+    if same_text and found.data.val_fraction != old["val_fraction"]:  # it has learned from some of the validation text
+        raise ValueError(f"init_from= was trained with data.val_fraction={old['val_fraction']:g}: use that")
     if resumed:
         refuse_changes(found, resumed)
     return found

@@ -105,7 +105,7 @@ class Muon(NotCompiled):
         made, alpha = (made * rate, -1.0) if isinstance(rate, Tensor) else (made, -rate)
         new = torch._foreach_mul(weights, 1 - lr * weight_decay)
         torch._foreach_add_(new, [to_local(shard_like(x, p)) for x, p in zip(made, ps, strict=True)], alpha=alpha)
-        skip = torch.tensor(False, device=made.device) if self.found_inf is None else self.found_inf == 1
+        skip = made.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf == 1
         for old, now in zip([*old_buffers, *weights], [*buffers, *new], strict=True):
             torch.where(skip, old, now, out=old)
 
