@@ -110,7 +110,7 @@ MEASURED = {
     "dq": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
     "dkdv": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1)),
 }
-DROPPING = MEASURED | {"forward": (Tiles(64, 64, 4, 3), *MEASURED["forward"][1:])}  # dropout needs registers
+SMALL = MEASURED | {"forward": (Tiles(64, 64, 4, 3), *MEASURED["forward"][1:])}  # what needs more registers
 # Tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120), not measured. Before Hopper
 # the forward of head size 256 uses them too; it would spill otherwise.
 LEAN = {
@@ -129,7 +129,7 @@ def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
     spills = kernel == "forward" and size == 2 and not has_descriptors(q.device)
     if shared_memory(q.device) < 160 * 1024 or spills:
         return LEAN[kernel][size]
-    return (MEASURED if problem.seed is None else DROPPING)[kernel][size]
+    return (MEASURED if problem.seed is None and problem.blocks is None else SMALL)[kernel][size]
 
 
 @cache

@@ -112,11 +112,11 @@ def a_token(dtype: str, D: int) -> None:
 
 CALLS = {
     "attention": attention, "dropout": partial(attention, **DROPOUT), "decode": a_token,
+    "blocks": partial(attention, blocks=torch.ones(4, 4, dtype=torch.bool)),
     "loss": lambda dtype, V: loss_in_place(empty(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), -1, True),
     "hopper forward": hopper_forward, "hopper backward": hopper_backward,
 }  # fmt: skip
-logs: dict[str, str] = {}
-found: list[dict] = []
+logs, found = dict[str, str](), list[dict]()
 for case in CASES:
     CALLS[case[0]](*case[1:])
 print(json.dumps(found))

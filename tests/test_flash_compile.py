@@ -21,7 +21,7 @@ SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 D64, D128, D256 = (["attention", "bfloat16", D] for D in (64, 128, 256))
 D64_DROPOUT, D128_DROPOUT, D256_DROPOUT = (["dropout", "bfloat16", D] for D in (64, 128, 256))
 ATTENTION = {
-    80: [D64, D64_DROPOUT, D128_DROPOUT, D256_DROPOUT, ["dropout", "float32", 256]],
+    80: [D64, D64_DROPOUT, D128_DROPOUT, D256_DROPOUT, ["blocks", "bfloat16", 64], ["dropout", "float32", 256]],
     86: [D64_DROPOUT, D128_DROPOUT, D256_DROPOUT, ["dropout", "float32", 128]],
     90: [D64, D64_DROPOUT, D128, D128_DROPOUT, D256_DROPOUT, ["dropout", "float32", 64]],
     100: [D64, D128_DROPOUT, D256],
