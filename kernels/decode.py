@@ -12,7 +12,6 @@ from device memory, so one CUDA graph serves all tokens. The steps have the numb
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
 
-import math
 from functools import cache
 
 import torch
@@ -49,7 +48,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     with torch.cuda.device_of(q):
         decode_kernel[(N, splits)](
             q, k, v, keys, values, at, acc, sums[0], sums[1], slopes, S, H_kv, window,
-            scale, scale * math.log2(math.e), softcap, G, D, rows, BLOCK_D, BLOCK_N, "tf32" if tf32 else "ieee",
+            scale, scale * LOG2E.value, softcap, G, D, rows, BLOCK_D, BLOCK_N, "tf32" if tf32 else "ieee",
             num_warps=4, num_stages=stages,
         )  # fmt: skip
         merge_kernel[(B * H,)](acc, sums[0], sums[1], o, splits, D, BLOCK_D, triton.next_power_of_2(splits))
@@ -70,10 +69,10 @@ def decode_kernel(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 5 of key head n and every splits-th tile, from the window's first + split on; m is in base 2."""
-    n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """Steps 1 to 5 of a key head and every splits-th tile, from the window's first tile + split on; m is in base 2."""
+    key_head, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    row = n * G + g  # of q and o: b * H + h
+    row = key_head * G + g  # of q and o: b * H + h
     inside = (g < G)[:, None] & (d < D)[None, :]
     q_i = tl.load(q + row[:, None] * D + d[None, :], mask=inside, other=0.0)
     position = tl.load(at).to(tl.int32)
@@ -81,11 +80,11 @@ def decode_kernel(
     if window is not None:
         first = tl.maximum(position + 1 - window, 0)
     if slopes is not None:
-        slope = tl.load(slopes + n % H_kv * G + g, mask=g < G, other=0.0)[:, None]
-    keys += n * S * D
-    values += n * S * D
-    k_new = tl.load(k + n * D + d, mask=d < D, other=0.0)
-    v_new = tl.load(v + n * D + d, mask=d < D, other=0.0)
+        slope = tl.load(slopes + key_head % H_kv * G + g, mask=g < G, other=0.0)[:, None]
+    keys += key_head * S * D
+    values += key_head * S * D
+    k_new = tl.load(k + key_head * D + d, mask=d < D, other=0.0)
+    v_new = tl.load(v + key_head * D + d, mask=d < D, other=0.0)
     if split == 0:
         tl.store(keys + position.to(tl.int64) * D + d, k_new, mask=d < D)
         tl.store(values + position.to(tl.int64) * D + d, v_new, mask=d < D)

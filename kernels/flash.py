@@ -42,7 +42,7 @@ class How:
     BLOCK_D: tl.constexpr
     PRECISION: tl.constexpr  # of matrix products: ieee | tf32
     START: tl.constexpr  # initial value of m
-    NO_MAX: tl.constexpr  # the failures that are in it, by their names
+    NO_MAX: tl.constexpr  # these four: failures, by their names
     NO_RESCALE_SUM: tl.constexpr
     NO_RESCALE_OUTPUT: tl.constexpr
     UNGUARDED_MASK: tl.constexpr
@@ -79,8 +79,8 @@ class Task(NamedTuple):
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
-    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
-    # that is made in the kernel.
+    # Inside a loop Triton 3.6 turns integers that are 1 into None, those of a tuple from outside. Those of one that is
+    # made here it keeps.
     task = Task(*task)
     n, b, h, row0, tiles = tile_of_queries(task, how)
 
@@ -251,8 +251,8 @@ def weights_again(s, minus_lse2, b, h, i, j, task, CUT: tl.constexpr):
 
 @triton.jit
 def score_gradient(p, zp, dp, delta, softcap_grad, task):
-    """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. delta comes divided, and dp is do v^T without Z.
-    The kernels multiply their sums by keep_scale."""
+    """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. zp comes from drop(), without keep_scale; delta
+    comes divided, and dp is do v^T without Z. In the end the sums are multiplied by keep_scale."""
     if task.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
@@ -332,7 +332,7 @@ def keep_mask(task, n, row0, column0, row, column):
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
     c1 = (column0 >> 5 << 3).to(tl.uint32) + ((column >> 5 << 3) | (column & 6) | (column & 1)).to(tl.uint32)
-    w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
+    w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), 0, k0, k1)
     bit4, bit3 = (row & 16) != 0, (row & 8) != 0
     word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
     # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
@@ -342,7 +342,7 @@ def keep_mask(task, n, row0, column0, row, column):
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
     """Seven rounds of Philox 4x32; all words are uint32. A word that is constant along rows or columns keeps that small
-    shape until it is combined with a word of the other kind. So the first three rounds cost next to nothing."""
+    shape until it is combined with a word of the other kind. So the first two rounds cost next to nothing."""
     for _ in tl.static_range(7):
         p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction gives both halves
         c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
@@ -389,8 +389,8 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
-    """`found` by between(), cut to the documents of the tokens low to high: visited from the first one's begin to the
-    last one's end, whole where all have one document. offset: the position of the other tiles' number 0."""
+    """`found` by between(), cut: visited from the begin of low's document to the end of high's, whole from the begin of
+    high's to the end of low's (none, if these are two). offset: the position of the other tiles' number 0."""
     if task.spans is not None:
         start, whole_start, whole_stop, stop = found
         span = task.spans + b.to(tl.int64) * task.T_k * 2
@@ -413,7 +413,7 @@ def listed(found, tile, n_tiles, task):
     line = tile.to(tl.int64) * task.visits_n + 2
     if task.visits is not None:
         stop = tl.load(task.visits + line - 2)
-        start, whole_start, whole_stop = stop * 0, tl.load(task.visits + line - 1), stop
+        start, whole_start, whole_stop = 0, tl.load(task.visits + line - 1), stop
     return start, whole_start, whole_stop, stop, line
 
 
@@ -437,7 +437,7 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
 
 @triton.jit
 def in_order(found):
-    """Restores start <= whole_start <= whole_stop <= stop, which rounding can swap. Hopper's forward does without."""
+    """Makes start <= whole_start <= whole_stop <= stop, also where no tile is whole. Hopper's forward does without."""
     start, whole_start, whole_stop, stop = found
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
@@ -458,8 +458,8 @@ def loop_over(tiles, task, CUT: tl.constexpr):
 
 @triton.constexpr_function
 def stages(CUT, BLOCK_D):
-    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, so a third stage for
-    them would take registers from the whole kernel. Head size 256 keeps its table's number."""
+    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles: a third stage for
+    them is not worth registers of the whole kernel. Head size 256 keeps its table's number."""
     return 2 if CUT and BLOCK_D < 256 else None
 
 

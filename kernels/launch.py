@@ -34,7 +34,7 @@ def forward(q, k, v, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     o, lse, lse2 = empty_heads(q), *(q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
     q, k, v = aligned(q), aligned(k), aligned(v)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        if hopper(q, problem):
+        if runs_on_hopper(q, problem):
             from kernels.hopper.forward import launch_forward  # here, because other GPUs need no Gluon
 
             launch_forward(q, k, v, o, lse, lse2, problem)
@@ -56,24 +56,21 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
     if "stale_seed" in problem.broken and problem.seed is not None:
         problem = problem._replace(seed=problem.seed + 1)
     with torch.cuda.device_of(q):
-        if hopper(q, problem, ON_HOPPER - {"window", "spans"}):
+        if runs_on_hopper(q, problem, ON_HOPPER - {"window", "spans"}):
             from kernels.hopper.backward import launch_backward
 
             launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)
             return found
-        # Each row's -lse2 and delta / keep_scale side by side, so that one load reads both. Padded to whole tiles.
-        padded = -(-T // 128) * 128
-        row_terms = lse2.new_empty(B, H, padded, 2)
-
         M, N, *_ = sizes = tiles_for("dq", q, problem)
+        padded = -(-T // M) * M
+        row_terms = lse2.new_empty(B, H, padded, 2)  # side by side, so that one load reads both
         task = task_of(q, k, problem, sizes, "rows")
         tensors: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
         args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task, padded
         launch(dq_kernel, -(-T // M) * B * H, args, q, problem, sizes)
 
-        filled = M
         M, N, *_ = sizes = tiles_for("dkdv", q, problem)
-        assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
+        assert padded % M == 0, "dkdv_kernel reads whole tiles of row_terms"
         task = task_of(q, k, problem, sizes, "columns")
         tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M)
         args = *tensors, row_terms, in_tiles(dk, N), in_tiles(dv, N), task, padded
@@ -110,7 +107,7 @@ MEASURED = {
     "dq": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
     "dkdv": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1)),
 }
-SMALL = MEASURED | {"forward": (Tiles(64, 64, 4, 3), *MEASURED["forward"][1:])}  # what needs more registers
+SMALL = MEASURED | {"forward": (Tiles(64, 64, 4, 3), *MEASURED["forward"][1:])}  # for dropout and block masks
 # Tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120), not measured. Before Hopper
 # the forward of head size 256 uses them too; it would spill otherwise.
 LEAN = {
@@ -147,11 +144,12 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
-# The fields of a Problem that the forward of kernels/hopper/ computes. Any other that is set goes to kernels/flash.py.
+# Fields of a Problem that the forward of kernels/hopper/ computes, or that are never None. With any other set it is
+# kernels/flash.py.
 ON_HOPPER = {"T", "T_k", "causal", "window", "spans", "block_size", "scale", "seed", "dropout_p", "broken"}
 
 
-def hopper(q: Tensor, problem: Problem, computed: set[str] = ON_HOPPER) -> bool:
+def runs_on_hopper(q: Tensor, problem: Problem, computed: set[str] = ON_HOPPER) -> bool:
     """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of `computed` alone."""
     if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
         return False

@@ -10,15 +10,14 @@ The second pass is meant to read from the L2 cache, which depends on how many pr
 because what pass 1 read last is the most likely to be still there.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = tl.constexpr(math.log2(math.e))
-LARGE = tl.constexpr(2.0**126)  # beyond any logit, and still finite times LOG2E
+from kernels.flash import LOG2E
+
+LARGE = tl.constexpr(2.0**126)  # beyond any logit of a training, and still finite times LOG2E
 
 
 def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: bool) -> Tensor:
@@ -69,5 +68,5 @@ def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.c
             j = (blocks - 1 - i) * BLOCK + column
             x = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32)
             gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)
-            # The next to read it is a product, after the whole table. So it leaves L2 to logits of pass 1.
+            # The gradient is read only after the whole table is written. So L2 is left to logits of pass 1.
             tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V, eviction_policy="evict_first")

@@ -30,9 +30,9 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
         visited, whole = visited & (on > 0), whole & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
     visited, whole = visited[None], whole[None]
     if problem.spans is not None:  # from the documents of a tile's first row and of its last
-        (first, last), (first_of_bottom, last_of_bottom) = (problem.spans[:, i].unbind(-1) for i in (top, bottom))
-        visited = visited & (right >= first) & (left <= last_of_bottom)
-        whole = whole & (left >= first_of_bottom) & (right <= last)
+        (top_first, top_last), (bottom_first, bottom_last) = (problem.spans[:, i].unbind(-1) for i in (top, bottom))
+        visited = visited & (right >= top_first) & (left <= bottom_last)
+        whole = whole & (left >= bottom_first) & (right <= top_last)
     return visited, whole
 
 

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size. n = b*H + h;
 key_head counts b*H_kv + h_kv from the first of a launch.
-    q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
+    q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2: see launch_backward; terms: row_terms_kernel
 
 The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
 dk and dv. This file computes it once, in five matrix products for each tile instead of seven. A program has 2 * KEYS
@@ -19,7 +19,7 @@ Its jobs:
                 the tile's dq, over the keys of both consumers
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
 
-- The tiles of keys add to a tile of dq in a fixed order, that of item_at(): then two runs give the same bits.
+- The tiles of keys add to a tile of dq in a fixed order, that of adder(): then two runs give the same bits.
   `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
 - ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq.
 
@@ -63,8 +63,8 @@ from kernels.problem import Problem
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
-# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other. Measured, as
-# DQ_FIRST. So there are three orders in step(): LATE and DQ_FIRST; with D = 128 DQ_FIRST if G = 1, else neither.
+# Head size -> whether step() computes dq of the tile before, so that no consumer waits for the other's ds of this tile.
+# The fastest orders tried: D = 64 LATE and DQ_FIRST; D = 128 DQ_FIRST if G = 1, else neither.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if grouped. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
@@ -86,9 +86,9 @@ class How:
 
 
 # What to compute, in the words of kernels/flash.py. seed: without dropout, any tensor.
-#     begin, N    the first key head of this launch, as b * H_kv + h_kv, and their number
-#     dk_scale    what the sums of dk and dq are multiplied by; dv_scale: those of dv, 1 / (share kept)
-Task = namedtuple("Task", "begin N H T T_k scale2 dk_scale dv_scale seed threshold")
+#     begin, heads    the first key head of this launch, as b * H_kv + h_kv, and their number
+#     dk_scale        what the sums of dk are multiplied by; dv_scale: those of dv, 1 / (share kept)
+Task = namedtuple("Task", "begin heads H T T_k scale2 dk_scale dv_scale seed threshold")
 
 # What lies in shared memory. Places for tiles:
 #     k, v     (2, 1, 1, KEYS, D): one of each consumer; in the end dk and dv, too
@@ -124,15 +124,15 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
     for begin in range(0, B * H_kv, at_once):
-        N = min(at_once, B * H_kv - begin)
-        items = -(-T_k // (2 * KEYS)) * N
-        counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
+        heads = min(at_once, B * H_kv - begin)
+        items = -(-T_k // (2 * KEYS)) * heads
+        counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
-            *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, T, T_k,
+            *inputs, in_tiles(sums, 16, FLAT), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
             how(D, G, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
-        scaled_kernel[(N * G * tiles * 2,)](
+        scaled_kernel[(heads * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
         )
 
@@ -191,19 +191,19 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
 # 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "N", "H", "T", "T_k", "threshold"])  # compiled once for all lengths
-def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, T, T_k, scale2, dk_scale, dv_scale,
-                    seed, threshold, how: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # compiled once for all lengths
+def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H, T, T_k, scale2, dk_scale,
+                    dv_scale, seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    task = Task(begin, N, H, T, T_k, scale2, dk_scale, dv_scale, seed, threshold)
-    rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
+    task = Task(begin, heads, H, T, T_k, scale2, dk_scale, dv_scale, seed, threshold)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
         gl.allocate_shared_memory(q.dtype, [2, 1, 1, how.BLOCK_M, how.D], q.layout),
         gl.allocate_shared_memory(q.dtype, [2, 1, 1, how.BLOCK_M, how.D], q.layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 2 * how.BLOCK_M], terms.layout),
-        gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], rows),
+        gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], ds_layout),
         gl.allocate_shared_memory(gl.float32, [4, 1, 1, 16, 256], sums.layout),
         barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),  # full: kv, q, do, ds, dq
         barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),  # free: the same
@@ -223,21 +223,21 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, T, 
 @gluon.jit
 def items_of(task, how: gl.constexpr):
     """How many tiles of 2 * KEYS keys there are."""
-    return task.N * gl.cdiv(task.T_k, 2 * how.KEYS)
+    return task.heads * gl.cdiv(task.T_k, 2 * how.KEYS)
 
 
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
-    """key_head and a tile of keys; the first tile of queries that sees it, the first that the mask does not cut, and
-    how many there are. The last keys of a head come first: they have the fewest tiles of queries, so the tiles of keys
-    that add after them seldom wait. With several query heads, whose q and do would not fit the L2 cache, all tiles of
-    keys visit the same queries at the same time; the first keys, which have the most, come first."""
+    """key_head and a tile of keys; of the tiles of queries the first that sees it, the first that the mask does not
+    cut, and the number of all. With G = 1 the last keys of a head come first: they have the fewest tiles of queries, so
+    the tiles of keys that add after them seldom wait. With G > 1, where q and do would not fit the L2 cache, all tiles
+    of keys visit the same queries at the same time; the first keys, which have the most, come first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.N)
+        key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
     stop = gl.cdiv(task.T, how.BLOCK_M)
-    first, whole = tile * 0, tile * 0
+    first, whole = 0, 0
     if how.CAUSAL:
         low = tile * (2 * how.KEYS) + task.T - task.T_k
         first = gl.maximum(low, 0) // how.BLOCK_M
@@ -324,7 +324,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
         key_head, tile, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
             t = nth_tile(x, first, stop, how)
-            before = tile  # how many tiles of keys add to tile t before this one
+            before = tile  # how many tiles of keys add to tile t before this one: with G = 1 those after it
             if how.G == 1:
                 last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # the last tile of keys that tile t sees
                 if how.CAUSAL:
@@ -344,7 +344,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
                 tma.store_wait(0)  # until it is read
                 mbarrier.arrive(shared.dq_free.index(place), count=1)
                 wait_written()
-                all_threads()
+                all_threads()  # the one that copied need not be the one that counts
                 gl.atomic_add(added, 1, sem="release")
                 count += 1
         nth += 1
@@ -365,12 +365,12 @@ def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
         nth += 1
         item = told(shared, nth, 4)
     if C == 0:
-        wait_turn(C, how)  # nobody else takes the last turn
+        wait_turn(C, how)  # as in the forward
 
 
 @gluon.jit
 def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
-    """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of kv_full. Returns the new count."""
+    """Writes dk and dv of KEYS keys; hands over half of each tile of dq. phase: of kv_full. Returns the new count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
     key_head, tile, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
@@ -379,7 +379,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
     head = (task.begin + key_head) * how.G
-    for part in gl.static_range(2):  # masked tiles are part 0, or part 1 where nth_tile() counts down
+    for part in gl.static_range(2):  # part == (how.G > 1): masked tiles, which come last where nth_tile() counts down
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
         for x in range(high - low):
             t = nth_tile(x, low, high, how)
@@ -436,7 +436,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         p = signed(p, bits)
         dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
     else:
-        dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
+        dv_c = warpgroup_mma(as_operand(p.to(q_i.dtype), d_layout), do_i, dv_c, is_async=True)  # 9
     pass_turn(C, how)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
     minus_delta = terms.slice(1, 1).load(s_layout)
@@ -448,7 +448,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
         mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
     ds_place.store(ds)
     fence_async_shared()
-    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
+    ds = as_operand(ds, d_layout)
     if how.LATE:
         all_threads()
         mbarrier.arrive(shared.ds_full.index(place), count=1)
@@ -457,7 +457,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
     if how.DQ_FIRST:
-        done = count - 1 if how.LATE else count  # below begun: its product is for nothing
+        done = count - 1 if how.LATE else count  # before the first tile: a product for nothing, and nothing to wait for
         dq_c = start_dq(done, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -498,8 +498,8 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     if how.DQ_FIRST:
         await_dq_place(count, shared, C)
     place = (count & 1) * 2 + C
-    # (64, 64) as (16, 256), with the four numbers that a thread has in a row beside each other. Then it stores all four
-    # at once, and the threads of a warp write to different banks of shared memory.
+    # (64, 64) as (16, 256), with four numbers of a thread, two of row r and two of r + 8, side by side. Then it stores
+    # all four at once, and the threads of a warp write to different banks of shared memory.
     dq_c = dq_c.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((16, 256))
     shared.dq.index(place).reshape((16, 256)).store(dq_c)
     fence_async_shared()
@@ -509,7 +509,7 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Starts ds^T k over the keys of both consumers, for half of the tile of queries (64, 64)."""
+    """Starts ds^T k over the keys of both consumers, for half of the tile of dq, (64, 64)."""
     if how.LATE:
         mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -530,7 +530,7 @@ def hide(s, t, column0, task, how: gl.constexpr):
     """-inf for keys past the last, and for those that the causal mask hides."""
     i = gl.arange(0, how.BLOCK_M, gl.SliceLayout(0, s.type.layout))
     j = gl.arange(0, how.KEYS, gl.SliceLayout(1, s.type.layout))
-    first = j * 0  # the first query of the tile that sees key j
+    first = 0  # the first query of the tile that sees key j
     if how.CAUSAL:
         first = j + (column0 + task.T - task.T_k - t * how.BLOCK_M)
     first = gl.where(j < task.T_k - column0, first, how.BLOCK_M)
@@ -546,11 +546,11 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
     c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
     c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
-    words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
-    # Bit 7 of each byte of `dropped`: whether it is below the threshold. Word w's bit goes to bit 4 + w of one word.
+    words = philox(c0, c1, n.to(gl.uint32), 0, seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold. In `bits` that of word w is bit 4 + w.
     low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
     high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
-    bits = c0 & 0
+    bits = c0 & 0  # zeros
     for word in gl.static_range(4):
         w = words[word]
         least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
@@ -558,15 +558,15 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
-    # Of a weight: bits 5 on, bits 3 and 4, bits 0 to 2 of its key and of its query. The table has no bits 3 and 4.
-    whole: gl.constexpr = (
+    # Axes: bits 5 on, 3 and 4, 0 to 2 of the key, then the same of the query. The table has none for bits 3 and 4.
+    split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )
-    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, whole)))
-    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, whole)
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, split)))
+    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, split)
     mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
     key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
-    return mine >> (key & 16)  # a thread's keys differ in bit 3
+    return mine >> (key & 16)  # bit 4 of the key; signed() takes bit 3
 
 
 @gluon.jit
@@ -584,7 +584,7 @@ def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
     two: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     convert: gl.constexpr = f"cvt.rn.relu.{two}.f32 $0, $2, $1;"
     p = gl.inline_asm_elementwise(convert, "=r,r,r", [p], dtype=dtype.value, is_pure=True, pack=2)
-    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
+    return as_operand(p, layout)
 
 
 @gluon.jit
@@ -610,7 +610,7 @@ def both_consumers():
 
 @gluon.jit
 def acquired(x):
-    """Loads the number at x, and whatever was written before it. The fence makes this hold for copies, too."""
+    """Loads the number at x. What was written before it can then be read, with the fence by copies, too."""
     load: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;"
     return gl.inline_asm_elementwise(load, "=r,l", [x.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 

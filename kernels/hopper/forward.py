@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels import flash
+from kernels import flash  # three of its functions are compiled as Gluon, too
 from kernels.hopper.versions import all_threads, async_load, async_store
 from kernels.problem import LOWEST, Problem, strides_of
 
@@ -61,10 +61,10 @@ class How:
     DROPOUT: gl.constexpr
 
 
-# What to compute, in the words of kernels/flash.py. In place of a tensor that is not needed, as How says: any other.
-#     N          B * H
+# What to compute, in the words of kernels/flash.py. A tensor that is not needed, as How says, may be any.
+#     heads      B * H
 #     section    heads that are computed at the same time: group_at()
-Task = namedtuple("Task", "N section H T T_k at_least at_most spans scale2 seed threshold keep_scale")
+Task = namedtuple("Task", "heads section H T T_k at_least at_most spans scale2 seed threshold keep_scale")
 
 # What lies in shared memory. Places for tiles:
 #     q, o     (CONSUMERS, 1, 1, ROWS, D)
@@ -94,7 +94,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     window, spans, dropout = problem.window, problem.spans, problem.seed is not None
-    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1  # without such a rule any
+    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1  # unused without such a rule
     cut_once = window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
@@ -137,11 +137,11 @@ def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
 # 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
+@gluon.jit(do_not_specialize=["heads", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
                    threshold, keep_scale, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for all sizes."""
-    task = Task(N, section, H, T, T_k, at_least, at_most, spans, scale2, seed, threshold, keep_scale)
+    task = Task(heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -152,8 +152,8 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
     )  # fmt: skip
-    gl.warp_specialize(  # the first job runs on the program's own warps
-        [
+    gl.warp_specialize(
+        [  # the consumers, then the producer, as Gluon wants a literal; the first runs on the program's own warps
             (consumer, (shared, o, lse, lse2, task, how, c))
             if c < how.CONSUMERS
             else (producer, (shared, q, k, v, taken, G, task, how))
@@ -165,12 +165,12 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
 
 
 @gluon.jit
-def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N barriers in shared memory. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ...; a new
-    barrier is past a phase 1. For the c-th use of P places the reader waits for phase c // P & 1 of NAME_full, and the
-    writer for the other phase of NAME_free. So all places begin as free."""
-    found = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
+def barriers(PLACES: gl.constexpr, COUNT: gl.constexpr):
+    """A barrier for each place. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile c,
+    counted from 0, lies in place c % PLACES: its reader waits for phase c // PLACES & 1 of NAME_full, its writer for
+    the other phase of NAME_free. A new barrier is past a phase 1, so all places begin as free."""
+    found = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
         mbarrier.init(found.index(i), count=COUNT)
     return found
 
@@ -178,15 +178,15 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def groups_of(task, how: gl.constexpr):
     """How many groups of CONSUMERS tiles of queries there are."""
-    return task.N * gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
+    return task.heads * gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
 
 
 @gluon.jit
-def in_sections(item, per_head, section, N):
+def in_sections(item, per_head, section, all_heads):
     """The head of an item, and its place among the per_head items of that head. Items come in sections of heads, and in
     a section the first of each head come first, then the second ones."""
     begin = item // (per_head * section) * section
-    heads = gl.minimum(section, N - begin)  # the last section may have fewer
+    heads = gl.minimum(section, all_heads - begin)  # the last section may have fewer
     item -= begin * per_head
     return begin + item % heads, item // heads
 
@@ -197,7 +197,7 @@ def group_at(group, task, how: gl.constexpr):
     sections of heads. In a section the last rows of each head come first, because they see the most keys: while a
     program computed a long group at the end, the others would have nothing left to do."""
     per_head = gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
-    n, place = in_sections(group, per_head, task.section, task.N)
+    n, place = in_sections(group, per_head, task.section, task.heads)
     row0 = (per_head - 1 - place) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
     start = key_tiles(b, row0, task, how)[0]
@@ -235,9 +235,9 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
         for c in gl.static_range(how.CONSUMERS):
             mbarrier.wait(shared.q_free.index(c), nth & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
-        for tile in range(stop - start):
+        for visited in range(stop - start):
             place, phase = count % how.STAGES, count // how.STAGES & 1
-            column0 = (stop - 1 - tile) * how.BLOCK_N
+            column0 = (stop - 1 - visited) * how.BLOCK_N
             mbarrier.wait(shared.k_free.index(place), phase ^ 1)
             copy(k, b, h // G, column0, shared.k_full.index(place), shared.k.index(place))
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
@@ -245,8 +245,8 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
         group = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        # All consumers have read the number that was here: they have freed the q of that group. Each of the producer's
-        # threads writes to a place of its own.
+        # Here was the number of the group before this one, which all consumers have read: this group's q has been
+        # copied over that group's. Each thread writes to a place of its own; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
@@ -273,7 +273,7 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
         group = gl.max(shared.taken.index(nth & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         nth += 1
     if C == 0:
-        wait_turn(C, how)  # nobody else takes the last turn
+        wait_turn(C, how)  # the last turn: else its barrier is left half full
     tma.store_wait(0)
 
 
@@ -301,15 +301,15 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. The faster one was
-    # measured. With more to mask, the former has too few registers.
+    # Dropout of the next tile is drawn before its products begin (early) or beside its softmax, whichever was faster.
+    # With more to mask, early has too few registers.
     early: gl.constexpr = how.D == 128 and how.CUT_ONCE
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
-        p = as_operand(drop(p, keep, how), o_layout, q_i.dtype)  # 4
+        p = as_operand(drop(p, keep, how), o_layout)  # 4
         if early:
             keep = drawn(words, row0, tile, task, s_layout, how)
         wait_turn(C, how)
@@ -328,7 +328,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
         p = p_new.to(q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
-    acc = add_values(acc, as_operand(drop(p, keep, how), o_layout, q_i.dtype), shared, count, how)
+    acc = add_values(acc, as_operand(drop(p, keep, how), o_layout), shared, count, how)
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     at = n.to(gl.int64) * task.T + i
     gl.store(lse + at, m * LN2 + gl.log(l), mask=i < task.T)
@@ -364,8 +364,8 @@ def pass_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
-    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. Before a tile is there,
-    another consumer may still read what was in its place."""
+    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits for each: an
+    earlier arrival would count for the tile before in its place, which another consumer may still read."""
     for _ in range(tiles):
         wait_turn(C, how)
         pass_turn(C, how)
@@ -403,7 +403,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     """Step 2: -inf for keys past the last, and for those that the mask hides from rows i."""
     j = tile * how.BLOCK_N + gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout))
     position = i + (task.T_k - task.T)
-    first, last = position * 0, gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
+    first, last = 0, gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
     if how.AT_LEAST:
         first = position + task.at_least
     if how.AT_MOST:
@@ -415,9 +415,9 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     if how.D == 128 and how.CUT_ONCE:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
         # no faster, and where the mask cuts more it needs too many registers. 0.5, because 0 * inf is NaN.
-        reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
-        j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
-        return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))
+        reach = (last - tile * how.BLOCK_N).to(gl.float32) + 0.5
+        column = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
+        return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(column, 0)) * float("inf"))
     seen = gl.expand_dims(j, 0) <= gl.expand_dims(last, 1)
     if how.AT_LEAST or how.DOCUMENTS:
         seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(first, 1))
@@ -428,22 +428,23 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
 def online_softmax(s, m, l, scale2):
     """Step 3: returns p, and the new m, l and alpha. m is in base 2."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale2)
-    p = gl.exp2(gl.fma(s, gl.full_like(s, scale2), -gl.expand_dims(m_new, 1) + gl.zeros_like(s)))
+    p = gl.exp2(gl.fma(s, scale2, -gl.expand_dims(m_new, 1)))
     alpha = gl.exp2(m - m_new)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def words_of(n, task, how: gl.constexpr):
-    """A head's own words of Philox: two of the counter, two of the key. n ^ n is a zero of n's type."""
+    """A head's own words of Philox: two of the counter, two of the key."""
     words = n, n, n, n  # without dropout, any
     if how.DROPOUT:
         seed = gl.load(task.seed)
-        words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
+        words = n.to(gl.uint32), 0, seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     return words
 
 
-# For two elements, in $1: keep in $2 and $3, the same byte in $4 and $5. prmt makes 16 bits of the sign of each byte.
+# $1: two elements. $2, $3: their keep. $4 (and $5): which byte of it. Each nibble of `byte` repeats that byte's sign:
+# `mask` gets 16 bits of $2's, and 16 of $3's.
 KEPT = gl.constexpr("""{
     .reg .b32 mask, byte;
     mad.lo.u32 byte, $4, 0x1111, 0xcc88;
@@ -456,7 +457,7 @@ KEPT = gl.constexpr("""{
 # number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
-# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: all columns, bit 4 of its rows.
+# The layout (16, 32, 2, 2) of words: each thread has those of its own elements. Bit 3 of i is a register, bit 4 a warp.
 OWN, LANES4 = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]], [[*lane, 0, 0] for lane in LANES]
 OWN_WORDS = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, 32, 2, 2]))
 
@@ -493,15 +494,15 @@ def drop(p, keep, how: gl.constexpr):
     """Step 4 without the factor 1 / (share kept): p, which has 16 bits, where it is kept, else 0. keep: of drawn()."""
     if how.DROPOUT:
         j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
-        byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
+        byte = (j >> 3 & 3).to(gl.uint32)
         p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=False, pack=2)
     return p
 
 
 @gluon.jit
-def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
-    """p in 16 bits, as the first operand of p v. Each thread already holds its part."""
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+def as_operand(p, layout: gl.constexpr):
+    """p, of 16 bits, as the first operand of a product with this layout. Each thread already holds its part."""
+    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit

@@ -1,15 +1,15 @@
-"""What Triton 3.6 to 3.9 name differently, under the newest names."""
+"""What Triton 3.6 to 3.9 name differently."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import builtin
 
-all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until 3.6
+all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.6
 place = gl.shared_memory_descriptor
-reinterpret = place.reinterpret if hasattr(place, "reinterpret") else place._reinterpret  # until 3.8
+reinterpret = place.reinterpret if hasattr(place, "reinterpret") else place._reinterpret  # 3.6 to 3.8
 if hasattr(tma, "async_store"):
     async_load, async_store, async_atomic_add = tma.async_load, tma.async_store, tma.async_atomic_add
-else:  # until 3.7, which has no public function that adds a tile to memory
+else:  # 3.6 and 3.7, which have no public function that adds a tile to memory
     from triton._C.libtriton import ir
 
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
