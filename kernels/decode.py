@@ -24,7 +24,7 @@ from kernels.launch import INTERPRETED, check_supported, shared_memory
 from kernels.problem import LOWEST
 
 START = tl.constexpr(LOWEST)
-STAGES = 3  # tiles in flight, where the memory of a processor has room for those of PROGRAMS
+STAGES = 3  # tiles of a program in flight; 2 where those of PROGRAMS programs exceed a processor's shared memory
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
@@ -42,16 +42,16 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     splits = min(splits_for(N, q.device), triton.cdiv(S, BLOCK_N))
     tile_bytes = 2 * BLOCK_N * BLOCK_D * q.itemsize  # keys and values
     stages = STAGES if PROGRAMS * STAGES * tile_bytes <= shared_memory(q.device) else 2
-    acc, sums = q.new_empty(B * H, splits, D, dtype=torch.float32), q.new_empty(2, B * H, splits, dtype=torch.float32)
+    acc, (m, l) = (q.new_empty(*size, dtype=torch.float32) for size in ((B * H, splits, D), (2, B * H, splits)))
     o = q.new_empty(q.shape)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     with torch.cuda.device_of(q):
         decode_kernel[(N, splits)](
-            q, k, v, keys, values, at, acc, sums[0], sums[1], slopes, S, H_kv, window,
+            q, k, v, keys, values, at, acc, m, l, slopes, S, H_kv, window,
             scale, scale * LOG2E.value, softcap, G, D, rows, BLOCK_D, BLOCK_N, "tf32" if tf32 else "ieee",
             num_warps=4, num_stages=stages,
         )  # fmt: skip
-        merge_kernel[(B * H,)](acc, sums[0], sums[1], o, splits, D, BLOCK_D, triton.next_power_of_2(splits))
+        merge_kernel[(B * H,)](acc, m, l, o, splits, D, BLOCK_D, triton.next_power_of_2(splits))
     return o
 
 

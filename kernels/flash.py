@@ -79,10 +79,9 @@ class Task(NamedTuple):
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
-    # Inside a loop Triton 3.6 turns integers that are 1 into None, those of a tuple from outside. Those of one that is
-    # made here it keeps.
+    # Inside a loop Triton 3.6 turns each 1 of a tuple argument into None, but not those of a tuple made here.
     task = Task(*task)
-    n, b, h, row0, tiles = tile_of_queries(task, how)
+    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: of listed()
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -92,7 +91,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     divisor = l if how.UNGUARDED_MASK else tl.where(l == 0, 1.0, l)
-    acc = acc * (task.keep_scale / divisor)[:, None]
+    acc = acc * (task.keep_scale / divisor)[:, None]  # drop() leaves keep_scale out
     store(o, b, h, row0, acc, how.BLOCK_M, how)
     i = row0 + tl.arange(0, how.BLOCK_M)
     at = n.to(tl.int64) * task.T + i
@@ -326,8 +325,8 @@ def keep_mask(task, n, row0, column0, row, column):
     tile, row0 and column0, which are multiples of 32.
 
     Elements that are 8 apart in rows and columns share a Philox call, and a thread holds 8 or 16 such elements of a
-    matrix product's result. The compiler makes that call once if it can prove that their counters are equal. Counting
-    from the corner helps that proof, and so does `row & 6 | row & 1` in place of `row & 7`."""
+    matrix product's result. The compiler makes that call once if it can prove that their counters are equal: for this
+    row and column count from the corner, and `row & 7` is written `row & 6 | row & 1`."""
     seed = tl.load(task.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
@@ -365,7 +364,7 @@ def tile_of_queries(task, how: tl.constexpr):
 
 @triton.jit
 def key_tiles(task, b, tile, how: tl.constexpr):
-    """Which tiles of keys a tile of queries visits: between()'s four numbers, and where the tile's list starts."""
+    """Which tiles of keys a tile of queries visits: the five numbers of listed()."""
     n_tiles = tl.cdiv(task.T_k, how.BLOCK_N)
     low = tile * how.BLOCK_M + task.T_k - task.T
     high = low + how.BLOCK_M - 1
@@ -389,8 +388,8 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
-    """`found` by between(), cut: visited from the begin of low's document to the end of high's, whole from the begin of
-    high's to the end of low's (none, if these are two). offset: the position of the other tiles' number 0."""
+    """`found` by between(), narrowed: visited from the start of low's document to the end of high's, whole from the
+    start of high's to the end of low's (none, if they differ). offset: row 0's position if tiles of queries, else 0."""
     if task.spans is not None:
         start, whole_start, whole_stop, stop = found
         span = task.spans + b.to(tl.int64) * task.T_k * 2
@@ -405,11 +404,11 @@ def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
 
 @triton.jit
 def listed(found, tile, n_tiles, task):
-    """start, whole_start, whole_stop, stop, line. Without a table the four are `found` in order, and `line` is unused.
+    """start, whole_start, whole_stop, stop, line. Without a table the four are ordered(found), and `line` is unused.
     With one they are places in this tile's list, which begins at `line` and has the cut tiles first, then the whole."""
     if task.local_m is not None:
         found = 0, n_tiles, n_tiles, n_tiles
-    start, whole_start, whole_stop, stop = in_order(found)
+    start, whole_start, whole_stop, stop = ordered(found)
     line = tile.to(tl.int64) * task.visits_n + 2
     if task.visits is not None:
         stop = tl.load(task.visits + line - 2)
@@ -436,7 +435,7 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def in_order(found):
+def ordered(found):
     """Makes start <= whole_start <= whole_stop <= stop, also where no tile is whole. Hopper's forward does without."""
     start, whole_start, whole_stop, stop = found
     stop = tl.maximum(stop, start)
@@ -473,8 +472,8 @@ def read_list(t, stop, line, task):
 
 @triton.jit
 def tile_at(t, stop, next_tile, tiles, task, CUT: tl.constexpr):
-    """The number of the t-th tile, and the new `next_tile`. Without a list the number is t; with CUT it skips the whole
-    tiles. With a list it was read into `next_tile` one turn earlier, because the tile's loads wait for it."""
+    """The number of the t-th tile, and the new `next_tile`. Without a table the number is t, past the whole tiles if
+    CUT. With one it was read a turn earlier, because the tile's loads wait for it."""
     _, whole_start, whole_stop, _, line = tiles
     if task.visits is not None:
         return next_tile, read_list(t + 1, stop, line, task)

@@ -1,5 +1,5 @@
-"""The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
-GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
+"""The host path of the forward and the backward: what is refused, which kernels run (those of kernels/hopper/ where
+they can, else those of kernels/flash.py), and the tiles and launches of the latter.
 
 Shapes: as in kernels/flash.py; lse2 and dlse are like lse.
 """
@@ -144,8 +144,8 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
-# Fields of a Problem that the forward of kernels/hopper/ computes, or that are never None. With any other set it is
-# kernels/flash.py.
+# Fields of a Problem that the forward of kernels/hopper/ computes, or that are never None. If any other is
+# set, kernels/flash.py runs.
 ON_HOPPER = {"T", "T_k", "causal", "window", "spans", "block_size", "scale", "seed", "dropout_p", "broken"}
 
 

@@ -58,15 +58,15 @@ def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.c
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.exp2((x - m_new) * LOG2E)
         m = m_new
     l = tl.sum(l, 0)
-    # lse = m + log(l). x - m is exact where it matters, while lse of large logits is rounded.
+    # lse - at_target, with lse = m + log(l). at_target - m is exact where it matters; lse of large logits is rounded.
     tl.store(losses + row, (tl.log(l) + (m - at_target)) * counted)
 
     if GRADIENT:
-        factor = counted / l  # d sum / d logits = softmax - 1 at the target
+        factor = counted / l
         blocks = tl.cdiv(V, BLOCK)
         for i in range(blocks):
             j = (blocks - 1 - i) * BLOCK + column
             x = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)
+            gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)  # softmax, less 1 there
             # The gradient is read only after the whole table is written. So L2 is left to logits of pass 1.
             tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V, eviction_policy="evict_first")

@@ -59,7 +59,7 @@ def empty_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 
 def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
-    """Memory for dq, dk and dv. In self-attention one tensor (B, T, H + 2 H_kv, D) holds them, as the projection's
+    """Memory for dq, dk and dv: three tensors, or where T = T_k one (B, T, H + 2 H_kv, D), as the projection's
     output held q, k and v: then a compiled model need not copy them together. An op may not return views of one memory,
     so in_parts() comes after it."""
     if q.shape[2] == k.shape[2]:

@@ -44,7 +44,7 @@ TABLE = {
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
-        ("a tile of two documents is whole", "(left >= first_of_bottom)", "(left >= first)", "mask"),
+        ("a tile of two documents is whole", "(left >= bottom_first)", "(left >= top_first)", "mask"),
         ("a tile where a document may end is whole", "whole & (problem.spans is None)", "whole", "flash")],
     "model/dropout.py": [
         ("Philox has six rounds", "ROUNDS = 7", "ROUNDS = 6", "dropout"),

@@ -1,6 +1,6 @@
 """The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read forward.py first, for its machinery.
 
-Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size. n = b*H + h;
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, G = H / H_kv, D head size. n = b*H + h;
 key_head counts b*H_kv + h_kv from the first of a launch.
     q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2: see launch_backward; terms: row_terms_kernel
 
@@ -64,9 +64,9 @@ KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether step() computes dq of the tile before, so that no consumer waits for the other's ds of this tile.
-# The fastest orders tried: D = 64 LATE and DQ_FIRST; D = 128 DQ_FIRST if G = 1, else neither.
+# The fastest orders tried, after ds: D = 64 dq of the tile before, dk; D = 128 dq, dk if G = 1, else dk, dq.
 LATE = {64: True, 128: False}
-SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if grouped. Measured
+SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if G > 1. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -79,7 +79,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
-    DQ_FIRST: gl.constexpr  # whether dq is handed over while dk is computed
+    DQ_FIRST: gl.constexpr  # a step starts dq before dk, and hands it over while dk is computed. Always, if LATE
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
@@ -108,7 +108,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
     keep_scale, doubled = 256 / (256 - threshold), 2.0 if dropout else 1.0
-    scale = problem.scale * keep_scale / doubled  # of dq and dk: with dropout, step() computes 2 ds
+    scale = problem.scale * keep_scale / doubled  # of dq and dk: step() computes ds * doubled / keep_scale
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
     row_terms_kernel[(B * H * tiles,)](
@@ -119,7 +119,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
         in_tiles(terms, 1, FLAT),
     ]
-    blind_rows = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
+    blind_rows = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and may have no sums
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
@@ -142,7 +142,7 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 
 @cache  # Triton looks up the compiled kernel by identity
 def how(D: int, G: int, causal: bool, dropout: bool) -> How:
-    dq_first, turns = LATE[D] or G == 1, 2 if LATE[D] and not dropout else 0  # where they were faster
+    dq_first, turns = (LATE[D] or G == 1), (2 if LATE[D] and not dropout else 0)  # where they were faster
     return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], dq_first, turns, causal, dropout)))
 
 
@@ -173,8 +173,8 @@ def row_terms_kernel(
 def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, ROWS: tl.constexpr, D: tl.constexpr):
     """dq = sums * scale, rounded to its dtype; 0 in the first `blind_rows` rows. The sums are those of the heads from
     n = begin on. A program computes half of a tile, (64, 64): half of its rows at D = 64, of its columns at D = 128."""
-    halves = 2 * tl.cdiv(T, ROWS)
-    n, half = tl.program_id(0) // halves, tl.program_id(0) % halves
+    per_head = 2 * tl.cdiv(T, ROWS)
+    n, half = tl.program_id(0) // per_head, tl.program_id(0) % per_head
     x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes hand_over()
     i, d = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
@@ -229,9 +229,9 @@ def items_of(task, how: gl.constexpr):
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
     """key_head and a tile of keys; of the tiles of queries the first that sees it, the first that the mask does not
-    cut, and the number of all. With G = 1 the last keys of a head come first: they have the fewest tiles of queries, so
-    the tiles of keys that add after them seldom wait. With G > 1, where q and do would not fit the L2 cache, all tiles
-    of keys visit the same queries at the same time; the first keys, which have the most, come first."""
+    cut, and the number of all. With G = 1 the last keys of a head come first: an item adds after earlier ones only,
+    and these have the fewest tiles of queries, so it seldom waits. With G > 1, where q and do would not fit the L2
+    cache, all visit the same queries at the same time; the first keys, which have the most, come first."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
@@ -265,7 +265,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     v, q and do as they free the places."""
     count = 0  # of tiles of queries, over all tiles of keys
     nth = 0  # of the tiles of keys that this program takes
-    item = gl.atomic_add(counters, 1)
+    item = gl.atomic_add(counters, 1)  # not program_id: those that it adds after must have begun
     tell(shared, nth, item)
     while item < items_of(task, how):
         key_head, tile, first, _, stop = item_at(item, task, how)
@@ -324,7 +324,7 @@ def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
         key_head, tile, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
             t = nth_tile(x, first, stop, how)
-            before = tile  # how many tiles of keys add to tile t before this one: with G = 1 those after it
+            before = tile  # how many add to tile t earlier: the tiles of keys to the left, or if G = 1 to the right
             if how.G == 1:
                 last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # the last tile of keys that tile t sees
                 if how.CAUSAL:
@@ -377,14 +377,14 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
-    begun = count
+    first_count = count
     head = (task.begin + key_head) * how.G
-    for part in gl.static_range(2):  # part == (how.G > 1): masked tiles, which come last where nth_tile() counts down
+    for part in gl.static_range(2):  # masked tiles are part 0, or part 1 where nth_tile() counts down (G > 1)
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
         for x in range(high - low):
             t = nth_tile(x, low, high, how)
             for g in range(how.G):
-                dk_c, dv_c = step(dk_c, dv_c, count, begun, head + g, t, column0, shared, task, seed,
+                dk_c, dv_c = step(dk_c, dv_c, count, first_count, head + g, t, column0, shared, task, seed,
                                   part == (how.G > 1), how, C)  # fmt: skip
                 count += 1
     if how.LATE:
@@ -405,10 +405,10 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
 
 
 @gluon.jit
-def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
+def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
          MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. begun: count at the first
-    tile, before which there is none."""
+    """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. first_count: count at
+    the first tile, before which there is none."""
     d_layout: gl.constexpr = dk_c.type.layout
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place, phase = count & 1, count >> 1 & 1
@@ -440,7 +440,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
     pass_turn(C, how)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
     minus_delta = terms.slice(1, 1).load(s_layout)
-    if how.DROPOUT:  # 11: 2 ds, because p + |p| is 2 p or 0; the terms have twice -delta
+    if how.DROPOUT:  # 11: 2 ds / keep_scale, because p + |p| is 2 p or 0; the terms have -2 delta / keep_scale
         ds = gl.fma(p + gl.abs(p), dp, gl.abs(p) * minus_delta).to(q_i.dtype)
     else:
         ds = (p * (dp + minus_delta)).to(q_i.dtype)
@@ -457,13 +457,13 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, task, seed,
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
     if how.DQ_FIRST:
-        done = count - 1 if how.LATE else count  # before the first tile: a product for nothing, and nothing to wait for
-        dq_c = start_dq(done, shared, how, C)
+        of_dq = count - 1 if how.LATE else count  # before the first tile: a product for nothing, without a wait
+        dq_c = start_dq(of_dq, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
         mbarrier.arrive(shared.do_free.index(place), count=1)
-        if done >= begun:
-            hand_over(dq_c, done, shared, how, C)
+        if of_dq >= first_count:
+            hand_over(dq_c, of_dq, shared, how, C)
         dk_c = warpgroup_mma_wait(0, [dk_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
     else:
@@ -547,14 +547,15 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
     c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
     words = philox(c0, c1, n.to(gl.uint32), 0, seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
-    # Bit 7 of each byte of `dropped`: whether it is below the threshold. In `bits` that of word w is bit 4 + w.
-    low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
-    high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold, by two of three as in drawn() of forward.py.
+    # In `bits` that of word w is bit 4 + w.
+    to_add = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
+    zero = ((threshold >> 7) - 1).to(gl.uint32)
     bits = c0 & 0  # zeros
     for word in gl.static_range(4):
         w = words[word]
-        least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
-        dropped = ~((least & w) | ((least | w) & high))
+        others = (w & 0x7F7F7F7F) + to_add
+        dropped = ~((others & w) | ((others | w) & zero))
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
@@ -610,7 +611,7 @@ def both_consumers():
 
 @gluon.jit
 def acquired(x):
-    """Loads the number at x. What was written before it can then be read, with the fence by copies, too."""
+    """Loads the number at x. What others wrote before that number is then visible; with the fence, to copies, too."""
     load: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;"
     return gl.inline_asm_elementwise(load, "=r,l", [x.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -10,7 +10,7 @@ which computes one group after the other. Its warps have different jobs:
     producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
-Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
+Tiles of keys are visited from the last to the first. So the one that the causal mask cuts comes before the loop.
 Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the overlap; Triton's Gluon tutorials.
@@ -63,7 +63,7 @@ class How:
 
 # What to compute, in the words of kernels/flash.py. A tensor that is not needed, as How says, may be any.
 #     heads      B * H
-#     section    heads that are computed at the same time: group_at()
+#     section    heads that are computed at the same time: in_sections()
 Task = namedtuple("Task", "heads section H T T_k at_least at_most spans scale2 seed threshold keep_scale")
 
 # What lies in shared memory. Places for tiles:
@@ -78,7 +78,7 @@ Shared = namedtuple("Shared", "q k v o q_full k_full v_full q_free k_free v_free
 
 ROWS = 64  # of a consumer's tile
 SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
-# Consumers -> registers per thread at the start, and of a consumer after the producer's warps gave it most of theirs.
+# Consumers -> registers per thread at the start, and of a consumer after the other warps gave it most of theirs.
 REGISTERS = {2: (168, 240), 3: (128, 160), 4: (96, 112)}
 
 
@@ -94,15 +94,15 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     window, spans, dropout = problem.window, problem.spans, problem.seed is not None
-    at_least, at_most = 1 - (window or 1), 0 if problem.causal else (window or 1) - 1  # unused without such a rule
+    reach = (window or 1) - 1  # unused without a window
     cut_once = window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     forward_kernel[(min(groups, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))],
-        lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,
-        B * H, section, H, T, T_k, at_least, at_most,
+        lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,  # the last two: counter, G
+        B * H, section, H, T, T_k, -reach, 0 if problem.causal else reach,
         lse if spans is None else spans.contiguous(), problem.scale * math.log2(math.e),
         problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
         how(D, *tiles, window is not None, problem.causal or window is not None, spans is not None, cut_once, dropout),
@@ -138,16 +138,16 @@ def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
 
 
 @gluon.jit(do_not_specialize=["heads", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
+def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
                    threshold, keep_scale, how: gl.constexpr):  # fmt: skip
-    """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for all sizes."""
+    """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for each How and dtype."""
     task = Task(heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
         gl.allocate_shared_memory(v.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], v.layout),
         gl.allocate_shared_memory(o.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], o.layout),
-        barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
+        barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),  # full; free:
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
@@ -156,7 +156,7 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, heads, section, H, T, T_k, a
         [  # the consumers, then the producer, as Gluon wants a literal; the first runs on the program's own warps
             (consumer, (shared, o, lse, lse2, task, how, c))
             if c < how.CONSUMERS
-            else (producer, (shared, q, k, v, taken, G, task, how))
+            else (producer, (shared, q, k, v, counter, G, task, how))
             for c in (0, 1, 2, 3, 4)[: how.CONSUMERS + 1]
         ],
         [4] * (how.CONSUMERS - 1) + [1],  # warps of the other jobs, and their registers
@@ -166,9 +166,9 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, heads, section, H, T, T_k, a
 
 @gluon.jit
 def barriers(PLACES: gl.constexpr, COUNT: gl.constexpr):
-    """A barrier for each place. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile c,
-    counted from 0, lies in place c % PLACES: its reader waits for phase c // PLACES & 1 of NAME_full, its writer for
-    the other phase of NAME_free. A new barrier is past a phase 1, so all places begin as free."""
+    """A barrier for each place. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile x,
+    counted from 0, lies in place x % PLACES (q in its consumer's): the reader waits for phase x // PLACES & 1 of
+    NAME_full, the writer for the other phase of NAME_free. A new barrier is past a phase 1, so its place is free."""
     found = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
         mbarrier.init(found.index(i), count=COUNT)
@@ -224,7 +224,7 @@ def key_tiles(b, row0, task, how: gl.constexpr):
 
 
 @gluon.jit
-def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
+def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
     """Takes one group after the other until there are no more, tells the consumers, and copies the tiles of q, k and v
     as they free the places. So the next group's tiles are there before this one ends."""
     count = 0  # of tiles of keys, over all groups
@@ -243,10 +243,10 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
             copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
             count += 1
-        # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
-        group = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        # Here was the number of the group before this one, which all consumers have read: this group's q has been
-        # copied over that group's. Each thread writes to a place of its own; the first is read.
+        # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
+        group = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        # Here was the number of the group before this one, which all consumers have read: q of this group has been
+        # copied over the q of that. Each thread writes to a place of its own; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
@@ -301,12 +301,12 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    # Dropout of the next tile is drawn before its products begin (early) or beside its softmax, whichever was faster.
+    # Dropout of a tile is drawn before its products begin (early) or after its softmax, whichever was faster.
     # With more to mask, early has too few registers.
     early: gl.constexpr = how.D == 128 and how.CUT_ONCE
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
-    for back in range(2, stop - start + 1):
+    for back in range(2, stop - start + 1):  # stop - 1 is done above
         tile = stop - back
         count += 1
         p = as_operand(drop(p, keep, how), o_layout)  # 4
@@ -367,12 +367,12 @@ def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
     """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits for each: an
     earlier arrival would count for the tile before in its place, which another consumer may still read."""
     for _ in range(tiles):
-        wait_turn(C, how)
+        wait_turn(C, how)  # all consumers have as many turns
         pass_turn(C, how)
         place, phase = count % how.STAGES, count // how.STAGES & 1
         mbarrier.wait(shared.k_full.index(place), phase)
         mbarrier.wait(shared.v_full.index(place), phase)
-        all_threads()  # have waited: a thread that comes later might wait for the next tile
+        all_threads()  # all have waited: one that comes later might wait for the next tile
         mbarrier.arrive(shared.k_free.index(place), count=1)
         mbarrier.arrive(shared.v_free.index(place), count=1)
         count += 1
@@ -443,18 +443,18 @@ def words_of(n, task, how: gl.constexpr):
     return words
 
 
-# $1: two elements. $2, $3: their keep. $4 (and $5): which byte of it. Each nibble of `byte` repeats that byte's sign:
-# `mask` gets 16 bits of $2's, and 16 of $3's.
+# $1: two elements. $2, $3: their keep. $4 (and $5): which byte of it. For each nibble of `pick` prmt repeats a byte's
+# sign: `mask` gets 16 bits of $2's, and 16 of $3's.
 KEPT = gl.constexpr("""{
-    .reg .b32 mask, byte;
-    mad.lo.u32 byte, $4, 0x1111, 0xcc88;
-    prmt.b32 mask, $2, $3, byte;
+    .reg .b32 mask, pick;
+    mad.lo.u32 pick, $4, 0x1111, 0xcc88;
+    prmt.b32 mask, $2, $3, pick;
     and.b32 $0, $1, mask;
 }""")
 
 
-# The layout (16, 32) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to 2 of i
-# number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
+# The layout (16, 32) of a tile's Philox calls. An index lacks bits 3 and 4 of i or j: [8, 0] is bit 5 of i. As in a
+# product's result, bits 1, 2 of j and 0 to 2 of i are the thread, bit 5 of i a pair of warps, which share its calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
 # The layout (16, 32, 2, 2) of words: each thread has those of its own elements. Bit 3 of i is a register, bit 4 a warp.
@@ -478,12 +478,13 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
-        # Four bytes at a time: a byte is at least the threshold if at least two of three hold. Its upper bit is 1; its
-        # other bits are at least those of the threshold; the upper bit of the threshold is 0.
+        # Four bytes at a time: a byte is at least the threshold if two of three are true: its upper bit is 1; its other
+        # bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         zero = (task.threshold >> 7).to(gl.uint32) - 1
         word = gl.convert_layout((word & others) | (zero & (word | others)), OWN_WORDS)
         word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
+        # Axes: bits 5, 0 to 2 of i; 5 and 6, 0 to 2 of j; 3, 4 of i; 3, 4 of j, where all are equal.
         word = word.reshape((2, 8, 4, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
         keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
     return keep
