@@ -218,10 +218,11 @@ def introduce(run: Run, source: Path | None) -> None:
 
 # --- the loop
 def on_signal(number: int, frame) -> None:
-    """The first signal sets a flag, which the loop and evaluate() look at. A second one kills, as is the default."""
+    """The first signal sets a flag, which the loop and evaluate() look at. A later one kills, as is the default."""
+    SIGNALS.append(number)
+    time.sleep(0.5)  # `timeout` sends a signal twice at once, and a run of many hours would not be saved
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
-    SIGNALS.append(number)
     with suppress(OSError):  # of `2>&1 | tee log`, where Ctrl-C ends tee first. print() may be busy
         os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")
 
