@@ -28,28 +28,12 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype if it is on, softmax and
     sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN if no target counts, as in torch."""
-    dtype = product_dtype(x)
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if not torch.is_grad_enabled():  # checked here: inside the Function grad mode is always off
         x, weight = x.detach(), weight.detach()
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets)
-
-
-@torch.no_grad()
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(x weight^T)[target] of every token, (N,), in nats; 0 where the target is IGNORE. The arguments and
-    dtypes are those of next_token_loss(). No gradient; at most CHUNK x V logits are held."""
-    dtype = product_dtype(x)
-    with torch.autocast(x.device.type, enabled=False):
-        x, weight = x.to(dtype), weight.to(dtype)
-        parts = zip(x.split(CHUNK), targets.split(CHUNK), strict=True)
-        return torch.cat([by_torch(x_i @ weight.T, targets_i[:, None], False)[0][:, 0] for x_i, targets_i in parts])
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the head's products: autocast's if it is on, else x's."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class NextTokenLoss(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.meter import PeakBytes
 from model import loss as loss_module
-from model.loss import IGNORE, next_token_loss, token_losses
+from model.loss import IGNORE, next_token_loss
 from tests.implementations import CUDA, DEVICE, HAS_TRITON, ON_GPU
 from tests.reference import DTYPES, assert_float64_right, assert_within_budget
 
@@ -52,8 +52,6 @@ def test_it_is_cross_entropy_in_value_and_gradient(n, ignored, path):
     targets[:ignored] = IGNORE
     found, right = of(next_token_loss(x, weight, targets), x, weight), by_the_formula(x, weight, targets, torch.float64)
     assert_float64_right(found, right, terms=31)
-    each = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE, reduction="none")
-    assert_float64_right({"each": token_losses(x, weight, targets)}, {"each": each.detach()}, terms=31)
 
 
 @pytest.mark.parametrize("V", [31, 257, 8193, 50_304, *([4096, 50_257] if CUDA else [])])
@@ -112,19 +110,15 @@ def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, m
     with PeakBytes() as counted:
         next_token_loss(x, weight, targets)
     assert 1 <= counted.peak / (16 * 2048 * 4) - (path == "torch") < 2  # log_softmax has a result of its own
-    with torch.no_grad(), PeakBytes() as counted:
-        token_losses(x, weight, targets)
-    assert counted.peak < 3 * 16 * 2048 * 4
 
 
 def test_under_autocast_products_are_bf16_and_the_sum_is_float32():
     x, weight, targets = problem(8, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
-        loss, each = next_token_loss(x, weight, targets), token_losses(x, weight, targets)
+        loss = next_token_loss(x, weight, targets)
     rounded = x.bfloat16(), weight.bfloat16(), targets
-    assert loss.dtype == each.dtype == torch.float32
+    assert loss.dtype == torch.float32
     assert torch.equal(loss, next_token_loss(*rounded))
-    assert torch.equal(each, token_losses(*rounded))
     assert torch.autograd.grad(loss, weight)[0].dtype == torch.float32
 
 

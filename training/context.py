@@ -24,7 +24,7 @@ from data.made import SHORTEST, answer, passkey, second_half
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig, encode, from_json
 from model.gpt import GPT
-from model.loss import token_losses
+from model.loss import next_token_loss
 from training.checkpoint import Checkpoint
 from training.machine import autocast, pick_dtype, set_precision
 
@@ -72,11 +72,12 @@ def given(model: GPT, batches: Iterable[Batch], low: AbstractContextManager) -> 
         for n, found in losses.items():
             cut = batch.each(partial(pieces, n=n)) if n < T else batch
             x, y, documents = cut.to(model.embedding.weight.device)
+            B, last = len(batch.x), slice(n // 2 if n < T else T - most(T) // 2, None)
             with torch.no_grad(), low:
-                each = token_losses(model.hidden(x, documents).flatten(0, 1), model.head.weight, y.flatten())
-            measured = each.view(y.shape)[:, n // 2 if n < T else T - most(T) // 2 :]
-            found.append(measured.double().cpu().reshape(len(batch.x), -1).mean(1))
-    return {n: torch.cat(found) for n, found in losses.items()}
+                hidden = model.hidden(x, documents)[:, last].unflatten(0, (B, -1)).flatten(1, 2)  # (B, M, C)
+                targets = y[:, last].reshape(B, -1)  # (B, M): M tokens of each window are measured
+                found += [next_token_loss(h, model.head.weight, t) for h, t in zip(hidden, targets, strict=True)]
+    return {n: torch.stack(found).cpu().double() for n, found in losses.items()}
 
 
 def most(T: int) -> int:
