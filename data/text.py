@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it reads standard input, and says what there is
+FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it alone says what there is
 # Text too, but seldom what people want from a folder; a glob reads it.
 DATA_SUFFIXES = {".csv", ".tsv", ".json", ".xml", ".svg", ".lock", ".log", ".map", ".ipynb", ".pdf"}
 
@@ -89,16 +89,10 @@ def text_of(line: str, field: str, where: str) -> str:
 
 @functools.cache  # each job of a sweep gets the same text
 def standard_input(cache: Path) -> Path:
-    """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text. Of
-    torchrun's processes the first reads it and notes the name for the others, which come later."""
-    note = cache / f"stdin-of-{os.environ.get('MASTER_PORT')}"  # each torchrun has a port of its own
-    if not FIRST:
-        return cache / note.read_text()
+    """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text."""
     data = sys.stdin.buffer.read()
     file = cache / f"stdin-{hashlib.sha256(data).hexdigest()[:12]}.txt"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
-    if "MASTER_PORT" in os.environ:
-        note.write_text(file.name)
     return file

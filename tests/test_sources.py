@@ -14,7 +14,7 @@ from data.dataset import open_data
 from data.made import answer, documents, passkey, second_half
 from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare, split
 from data.prepare import read as documents_of
-from data.text import find, read, standard_input
+from data.text import find, read
 from data.tokenizer import TokenizerConfig
 from tests.test_data import DOCUMENTS, UNICODE, texts, write
 
@@ -103,21 +103,12 @@ def test_what_is_no_text_is_one_line_with_its_place(make, tmp_path, name):
     assert str(tmp_path / name) in refusal(make, tmp_path / name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_standard_input_is_kept_for_a_resumed_run_for_each_job_and_for_each_rank(tmp_path, monkeypatch, capsys, ranks):
-    """Each rank read it, so all but one found it empty, and each said so."""
+def test_standard_input_is_kept_for_a_resumed_run_and_for_each_job(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(UNICODE.encode())))
-    monkeypatch.setenv("MASTER_PORT", "29500")
     jobs = [DataConfig("text", "-", cache=str(tmp_path / "cache")) for _ in range(2)]
     folders = [prepare(data, BYTE) for data in jobs]
     monkeypatch.setattr(sys, "stdin", None)
-    assert capsys.readouterr().err.count("1 document") == 2
-    if ranks > 1:
-        monkeypatch.setattr("data.text.FIRST", False)
-        standard_input.cache_clear()
-        jobs[1].path = "-"
     assert {prepare(data, BYTE) for data in jobs} == {*folders}
-    assert capsys.readouterr().err.count("1 document") == (2 if ranks == 1 else 0)
     assert read(Path(jobs[0].path)) == [UNICODE]
 
 
