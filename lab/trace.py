@@ -23,7 +23,6 @@ class Head(NamedTuple):
     q: Tensor  # (T, D)
     k: Tensor  # (T_k, D)
     v: Tensor
-    softmax_scale: float
 
 
 class Tile(NamedTuple):
@@ -43,7 +42,7 @@ def worked_example() -> Head:
     q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
     v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
-    return Head(["The", "cat", "sat", "on", "mat"], torch.tensor(q).float(), torch.tensor(k), torch.tensor(v), 0.5)
+    return Head(["The", "cat", "sat", "on", "mat"], torch.tensor(q).float(), torch.tensor(k), torch.tensor(v))
 
 
 def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt = UNBROKEN):
@@ -58,8 +57,7 @@ def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt =
             found.append(Tile(columns, s[0, r] / LOG2E, p[0, r].clone(), *state))
 
     q, k, v = (x[None, None] for x in (head.q, head.k, head.v))
-    config = AttentionConfig("tiled", softmax_scale=None if "no_scale" in break_it.broken else head.softmax_scale)
-    problem = problem_of(q, k, v, config, causal, break_it=break_it)
+    problem = problem_of(q, k, v, AttentionConfig("tiled"), causal, break_it=break_it)
     o, lse, _ = tiled.forward(q, k, v, problem, M, N, watch)
     return found, o[0, 0, row], float(lse[0, 0, row])
 

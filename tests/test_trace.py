@@ -13,7 +13,7 @@ from model.break_it import FAILURES, BreakIt
 PAGE = (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
 ENDS = re.findall(r"^\| \w+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d. ]+) \|$", PAGE, re.MULTILINE)  # m, l, lse, o
 CAT = worked_example()
-RANDOM = Head(["x"] * 7, *torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(1)), 0.5)
+RANDOM = Head(["x"] * 7, *torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(1)))
 
 
 def lines(head: Head = CAT, row: int = 3, M: int = 2, N: int = 2, causal: bool = False, **options):
