@@ -178,9 +178,8 @@ class TrainStep:
         """Captures update() as a CUDA graph. Computes nothing: the first replay does."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         torch.cuda.synchronize(self.device)
-        # With several GPUs, NCCL's watchdog thread queries events meanwhile, which "global" forbids.
-        mode = "thread_local" if self.ranks.size > 1 else "global"
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        # thread_local: with several GPUs NCCL's watchdog thread queries events meanwhile
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.update(batch)
         # On this stream torch prepares the generator for the first replay: wait for it.
         torch.cuda.current_stream(self.device).wait_stream(stream)
