@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, empty_gradients, empty_heads, in_parts, runs_kernels, strides_of
+from kernels.problem import LOWEST, Problem, empty_gradients, empty_heads, in_parts, runs_kernels
 from kernels.visits import visit_lists
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
@@ -202,14 +202,14 @@ def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> 
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
     """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
-    b, h, t = strides_of(x)
     if not has_descriptors(x.device):
-        return Strided(x, b, h, t, x.shape[2], x.shape[3])
-    block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))]
-    return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
+        return Strided(x, *x.stride()[:3], *x.shape[2:])
+    return TensorDescriptor.from_tensor(x, [1, 1, rows, max(16, triton.next_power_of_2(x.shape[3]))])
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy."""
-    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in strides_of(x))
-    return x if reads and x.data_ptr() % 16 == 0 else empty_heads(x).copy_(x)
+    """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy. An axis
+    of size 1 may have any stride in torch; it gets 16."""
+    strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in strides)
+    return x.as_strided(x.shape, (*strides, 1)) if reads and x.data_ptr() % 16 == 0 else empty_heads(x).copy_(x)

@@ -72,8 +72,3 @@ def in_parts(found: list[Tensor], q: Tensor, k: Tensor) -> list[Tensor]:
     if len(found) == 3:
         return found
     return [x.transpose(1, 2) for x in found[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]
-
-
-def strides_of(x: Tensor) -> list[int]:
-    """The strides of B, H and T. An axis of size 1 may have any stride in torch; a descriptor gets 16."""
-    return [step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]

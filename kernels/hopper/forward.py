@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import flash  # three of its functions are compiled as Gluon, too
 from kernels.hopper.versions import all_threads, async_load, async_store
-from kernels.problem import LOWEST, Problem, strides_of
+from kernels.problem import LOWEST, Problem
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
@@ -130,7 +130,7 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
     """x (B, H, T, D) in tiles (1, 1, rows, D). layout: of a tile in shared memory."""
-    return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, x.shape[3]], layout)
+    return TensorDescriptor.from_tensor(x, [1, 1, rows, x.shape[3]], layout)
 
 
 # --- The kernel -------------------------------------------------------------------------------------------------------
