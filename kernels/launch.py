@@ -182,20 +182,18 @@ def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
 
 def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> Task:
     """The Task of a kernel of kernels/flash.py. form: of visit_lists()."""
-    table = None  # the kernel computes which tiles it visits
-    if problem.blocks is not None:
+    table, spans, blocks = None, problem.spans, problem.blocks  # no table: the kernel computes which tiles it visits
+    if blocks is not None:
         table = visit_lists(problem, sizes.BLOCK_M, sizes.BLOCK_N, form, q.device)
-    H, window, spans, blocks = q.shape[1], problem.window, problem.spans, problem.blocks
-    at_most = 0 if problem.causal else None if window is None else window - 1
-    local_m = local_n = None
+    at_most, local_m, local_n = problem.at_most, None, None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
         at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
     values = problem._asdict() | {
-        "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
+        "H": q.shape[1], "G": q.shape[1] // k.shape[1], "at_least": problem.at_least, "at_most": at_most,
         "local_m": local_m, "local_n": local_n, "spans": None if spans is None else spans.contiguous(),
         "block_columns": 0 if blocks is None else blocks.shape[1], "scale2": problem.scale * math.log2(math.e),
         "visits": table, "visits_n": 0 if table is None else table.shape[1], "zero": 0.0,
-        "threshold": problem.threshold, "keep_scale": 256 / (256 - problem.threshold),
+        "threshold": problem.threshold, "keep_scale": problem.keep_scale,
     }  # fmt: skip
     return Task(*(values[name] for name in Task._fields))
 

@@ -29,9 +29,24 @@ class Problem(NamedTuple):
     broken: tuple[str, ...]  # the failures of model/break_it.py
 
     @property
+    def at_least(self) -> int | None:
+        """The lowest (column - position) of a key that a query may see."""
+        return None if self.window is None else 1 - self.window
+
+    @property
+    def at_most(self) -> int | None:
+        """The highest."""
+        return 0 if self.causal else None if self.window is None else self.window - 1
+
+    @property
     def threshold(self) -> int:
         """A weight is dropped if its random byte is below this."""
         return round(256 * self.dropout_p)
+
+    @property
+    def keep_scale(self) -> float:
+        """1 / (share kept)."""
+        return 256 / (256 - self.threshold)
 
 
 # The fields of Problem, in their order, as the arguments of a custom op.

@@ -42,6 +42,8 @@ TABLE = {
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
+    "kernels/problem.py": [
+        ("triton's window shows one key more", "else 1 - self.window", "else -self.window", "flash")],
     "kernels/visits.py": [
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(left >= bottom_first)", "(left >= top_first)", "mask"),
@@ -65,7 +67,6 @@ TABLE = {
         ("top_p keeps one too few", "cumsum(-1) - ordered >= self.top_p", "cumsum(-1) >= self.top_p", "generate"),
         ("a full cache is not cleared", "self.cache.advance(-self.cache.length)", "pass", "generate")],
     "kernels/launch.py": [
-        ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
         ("Hopper takes softcap and ignores it", '"dropout_p", "broken"}', '"dropout_p", "broken", "softcap"}',
          "hopper::test_which_kernels_compute_what")],
     "kernels/flash.py": [

@@ -85,8 +85,8 @@ def test_each_row_is_computed_however_many_heads_a_section_has(heads, monkeypatc
 def test_a_section_begins_with_the_rows_that_see_the_most_keys():
     """Of three heads of 600 rows, in sections of two heads, by consumers of 64 rows: 256 in a group."""
     module = on_cpu("forward")
-    how = module.how(64, 64, 4, 4, False, True, False, True, False)
-    task = SimpleNamespace(heads=3, section=2, H=3, T=600, T_k=600, at_most=0)
+    how = module.how(64, 64, 4, 4, True, False)
+    task = SimpleNamespace(heads=3, section=2, H=3, T=600, T_k=600, at_least=None, at_most=0, spans=None)
     found = [module.group_at(group, task, how)[2:4] for group in range(9)]
     assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
 

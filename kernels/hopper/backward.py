@@ -85,7 +85,7 @@ class How:
     DROPOUT: gl.constexpr
 
 
-# What to compute, in the words of kernels/flash.py. seed: without dropout, any tensor.
+# What to compute, in the words of kernels/flash.py. seed: None without dropout.
 #     begin, heads    the first key head of this launch, as b * H_kv + h_kv, and their number
 #     dk_scale        what the sums of dk are multiplied by; dv_scale: those of dv, 1 / (share kept)
 Task = namedtuple("Task", "begin heads H T T_k scale2 dk_scale dv_scale seed threshold")
@@ -107,7 +107,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
-    keep_scale, doubled = 256 / (256 - threshold), 2.0 if dropout else 1.0
+    keep_scale, doubled = problem.keep_scale, 2.0 if dropout else 1.0
     scale = problem.scale * keep_scale / doubled  # of dq and dk: step() computes ds * doubled / keep_scale
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
@@ -129,7 +129,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, heads, H, T, T_k,
-            problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
+            problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
             how(D, G, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(heads * G * tiles * 2,)](

@@ -54,14 +54,11 @@ class How:
     TURNS: gl.constexpr  # how many consumers start their products in turn: wait_turn(); 0: they do not
     REGISTERS: gl.constexpr  # of a consumer's thread
     STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
-    AT_LEAST: gl.constexpr  # these three: whether there is such a rule
-    AT_MOST: gl.constexpr
-    DOCUMENTS: gl.constexpr
     CUT_ONCE: gl.constexpr  # the mask cuts at most the first tile that a consumer visits
     DROPOUT: gl.constexpr
 
 
-# What to compute, in the words of kernels/flash.py. A tensor that is not needed, as How says, may be any.
+# What to compute, in the words of kernels/flash.py. None: there is no such rule.
 #     heads      B * H
 #     section    heads that are computed at the same time: in_sections()
 Task = namedtuple("Task", "heads section H T T_k at_least at_most spans scale2 seed threshold keep_scale")
@@ -93,27 +90,25 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
 def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    window, spans, dropout = problem.window, problem.spans, problem.seed is not None
-    reach = (window or 1) - 1  # unused without a window
-    cut_once = window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
+    spans, dropout = problem.spans, problem.seed is not None
+    cut_once = problem.window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
     block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     forward_kernel[(min(groups, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))],
         lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,  # the last two: counter, G
-        B * H, section, H, T, T_k, -reach, 0 if problem.causal else reach,
-        lse if spans is None else spans.contiguous(), problem.scale * math.log2(math.e),
-        problem.seed if dropout else lse, problem.threshold, 256 / (256 - problem.threshold),
-        how(D, *tiles, window is not None, problem.causal or window is not None, spans is not None, cut_once, dropout),
-        num_warps=4, maxnreg=REGISTERS[consumers][0],
+        B * H, section, H, T, T_k, problem.at_least, problem.at_most, None if spans is None else spans.contiguous(),
+        problem.scale * math.log2(math.e), problem.seed, problem.threshold, problem.keep_scale,
+        how(D, *tiles, cut_once, dropout), num_warps=4, maxnreg=REGISTERS[consumers][0],
     )  # fmt: skip
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, block_n: int, consumers: int, stages: int, *rules: bool) -> How:
+def how(D: int, block_n: int, consumers: int, stages: int, cut_once: bool, dropout: bool) -> How:
     turns = consumers if consumers == 3 or (consumers == 2 and D == 128) else 0  # where they were faster
-    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, REGISTERS[consumers][1], stages, *rules)))
+    registers = REGISTERS[consumers][1]
+    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, registers, stages, cut_once, dropout)))
 
 
 @cache
@@ -212,11 +207,9 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     of 0. Returns start, whole_start, whole_stop, stop."""
     low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's position; spans end at T_k - 1
     high = low + how.ROWS - 1  # the last row's
-    at_least, at_most = task.at_least if how.AT_LEAST else None, task.at_most if how.AT_MOST else None
-    found = between(low, high, at_least, at_most, gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N, how.BLOCK_N)
-    if how.DOCUMENTS:
-        found = in_documents(found, b, low, high, 0, task, how.BLOCK_N)
-    start, whole_start, whole_stop, stop = found
+    n_tiles, n_whole = gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N
+    found = between(low, high, task.at_least, task.at_most, n_tiles, n_whole, how.BLOCK_N)
+    start, whole_start, whole_stop, stop = in_documents(found, b, low, high, 0, task, how.BLOCK_N)
     stop = gl.maximum(stop, start + 1)
     if row0 >= task.T:  # rows past the last: one tile, because every consumer visits some
         start = stop - 1
@@ -404,11 +397,11 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     j = tile * how.BLOCK_N + gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout))
     position = i + (task.T_k - task.T)
     first, last = 0, gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
-    if how.AT_LEAST:
+    if task.at_least is not None:
         first = position + task.at_least
-    if how.AT_MOST:
+    if task.at_most is not None:
         last = gl.minimum(position + task.at_most, last)
-    if how.DOCUMENTS:
+    if task.spans is not None:
         span = task.spans + (b.to(gl.int64) * task.T_k + position) * 2
         first = gl.maximum(gl.load(span, mask=i < task.T, other=0), first)
         last = gl.minimum(gl.load(span + 1, mask=i < task.T, other=0), last)
@@ -419,7 +412,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
         column = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
         return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(column, 0)) * float("inf"))
     seen = gl.expand_dims(j, 0) <= gl.expand_dims(last, 1)
-    if how.AT_LEAST or how.DOCUMENTS:
+    if (task.at_least is not None) or (task.spans is not None):
         seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(first, 1))
     return gl.where(seen, s, -float("inf"))
 
