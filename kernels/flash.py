@@ -404,11 +404,14 @@ def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
 
 @triton.jit
 def listed(found, tile, n_tiles, task):
-    """start, whole_start, whole_stop, stop, line. Without a table the four are ordered(found), and `line` is unused.
-    With one they are places in this tile's list, which begins at `line` and has the cut tiles first, then the whole."""
+    """start, whole_start, whole_stop, stop, line. Without a table the four are `found`, put in order, and `line` is
+    unused. With one they are places in this tile's list, which begins at `line` and has the cut tiles first."""
     if task.local_m is not None:
         found = 0, n_tiles, n_tiles, n_tiles
-    start, whole_start, whole_stop, stop = ordered(found)
+    start, whole_start, whole_stop, stop = found
+    stop = tl.maximum(stop, start)  # in order also where no tile is whole. Hopper's forward does without: it is faster
+    whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
+    whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
     line = tile.to(tl.int64) * task.visits_n + 2
     if task.visits is not None:
         stop = tl.load(task.visits + line - 2)
@@ -435,16 +438,6 @@ def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def ordered(found):
-    """Makes start <= whole_start <= whole_stop <= stop, also where no tile is whole. Hopper's forward does without."""
-    start, whole_start, whole_stop, stop = found
-    stop = tl.maximum(stop, start)
-    whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
-    whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
-    return start, whole_start, whole_stop, stop
-
-
-@triton.jit
 def loop_over(tiles, task, CUT: tl.constexpr):
     """The loop's range: the whole tiles or, with CUT, those around them. And the first `next_tile` of tile_at()."""
     start, whole_start, whole_stop, stop, line = tiles
@@ -452,7 +445,10 @@ def loop_over(tiles, task, CUT: tl.constexpr):
         stop = stop - (whole_stop - whole_start)
     else:
         start, stop = whole_start, whole_stop
-    return start, stop, read_list(start, stop, line, task)
+    next_tile = start
+    if task.visits is not None:
+        next_tile = tl.load(task.visits + line + start, mask=start < stop, other=0)
+    return start, stop, next_tile
 
 
 @triton.constexpr_function
@@ -463,20 +459,12 @@ def stages(CUT, BLOCK_D):
 
 
 @triton.jit
-def read_list(t, stop, line, task):
-    """The t-th tile of the list, or 0 from stop on; without a list, t."""
-    if task.visits is not None:
-        t = tl.load(task.visits + line + t, mask=t < stop, other=0)
-    return t
-
-
-@triton.jit
 def tile_at(t, stop, next_tile, tiles, task, CUT: tl.constexpr):
     """The number of the t-th tile, and the new `next_tile`. Without a table the number is t, past the whole tiles if
     CUT. With one it was read a turn earlier, because the tile's loads wait for it."""
     _, whole_start, whole_stop, _, line = tiles
     if task.visits is not None:
-        return next_tile, read_list(t + 1, stop, line, task)
+        return next_tile, tl.load(task.visits + line + (t + 1), mask=t + 1 < stop, other=0)
     if CUT:
         t += tl.where(t >= whole_start, whole_stop - whole_start, 0)
     return t, next_tile
