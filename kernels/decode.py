@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.flash import LOG2E, tanh
+from kernels.flash import LOG2E, online_softmax, tanh
 from kernels.launch import INTERPRETED, check_supported, shared_memory
 from kernels.problem import LOWEST
 
@@ -111,11 +111,7 @@ def decode_kernel(
                 s -= slope * (position - j).to(tl.float32)[None, :]
             factor = LOG2E
         s = tl.where(seen[None, :], s, -float("inf"))  # 2
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
-        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
-        m = m_new
+        p, m, l, alpha = online_softmax(s, factor, m, l)  # 3
         acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision=PRECISION)  # 5
     tl.store(m_of + row * splits + split, m, mask=g < G)
     tl.store(l_of + row * splits + split, l, mask=g < G)

@@ -114,7 +114,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, CUT: tl.constex
         s, factor, _ = cap_and_alibi(s, task, h, i, j)
         if CUT:
             s = tl.where(visible(task, b, i, j), s, -float("inf"))  # 2
-        p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
+        p, m, l, alpha = online_softmax(s, factor, m, l, how.NO_MAX, how.NO_RESCALE_SUM)  # 3
         p = drop(p, b * task.H + h, row0, column0, row, column, task)  # 4
         if not how.NO_RESCALE_OUTPUT:
             acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
@@ -124,12 +124,12 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, tiles, task, CUT: tl.constex
 
 
 @triton.jit
-def online_softmax(s, factor, m, l, how: tl.constexpr):
+def online_softmax(s, factor, m, l, NO_MAX: tl.constexpr = False, NO_RESCALE_SUM: tl.constexpr = False):
     """Step 3 for one tile: returns p, and the new m, l and alpha."""
-    m_new = m if how.NO_MAX else tl.maximum(m, tl.max(s, 1) * factor)
+    m_new = m if NO_MAX else tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l if how.NO_RESCALE_SUM else l * alpha) + tl.sum(p, 1)  # rescale
+    l = (l if NO_RESCALE_SUM else l * alpha) + tl.sum(p, 1)  # rescale
     return p, m_new, l, alpha
 
 
