@@ -148,7 +148,7 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
 class Descriptor:
     """A tensor (B, H, T, D) and the shape of its tiles."""
 
-    def __init__(self, x: Tensor, rows: int, layout: Any):
+    def __init__(self, x: Tensor, rows: int):
         self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
         self.block_type = SimpleNamespace(nbytes=rows * x.shape[3] * x.itemsize)
 
@@ -318,7 +318,7 @@ def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
     assert not line or source.count(line) == 1
     with patch.dict(sys.modules, fakes):
         exec(compile(source.replace(line, instead), path, "exec"), module.__dict__)
-    module.philox, module.in_tiles, module.shared_layout = philox, Descriptor, Layout
+    module.philox, module.in_tiles = philox, Descriptor
     theirs: dict[str, Any] = {"tl": SimpleNamespace(**LANGUAGE)}  # functions of kernels/flash.py, with the Gluon above
     for shared in (flash.between, flash.in_documents):
         theirs[shared.fn.__name__] = FunctionType(shared.fn.__code__, theirs)

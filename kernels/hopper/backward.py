@@ -54,7 +54,6 @@ from kernels.hopper.forward import (
     pass_turn,
     philox,
     processors,
-    shared_layout,
     wait_turn,
 )
 from kernels.hopper.versions import all_threads, async_atomic_add, async_load, async_store, reinterpret
@@ -114,11 +113,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     row_terms_kernel[(B * H * tiles,)](
         o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, doubled / keep_scale, rows, D, num_warps=4
     )
-    inputs = [
-        *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
-        *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
-        in_tiles(terms, 1, FLAT),
-    ]
+    inputs = *(in_tiles(x, rows) for x in (q, do)), *(in_tiles(x, KEYS) for x in (k, v, dk, dv)), in_tiles(terms, 1)
     blind_rows = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and may have no sums
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
@@ -128,16 +123,13 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         items = -(-T_k // (2 * KEYS)) * heads
         counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
-            *inputs, in_tiles(sums, 16, FLAT), counters, begin, heads, H, T, T_k,
+            *inputs, in_tiles(sums, 16), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
             how(D, G, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(heads * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
         )
-
-
-FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # row after row
 
 
 @cache  # Triton looks up the compiled kernel by identity

@@ -96,7 +96,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     forward_kernel[(min(groups, processors(q.device)),)](
-        *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))],
+        in_tiles(q, ROWS), in_tiles(k, block_n), in_tiles(v, block_n), in_tiles(o, ROWS),
         lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,  # the last two: counter, G
         B * H, section, H, T, T_k, problem.at_least, problem.at_most, None if spans is None else spans.contiguous(),
         problem.scale * math.log2(math.e), problem.seed, problem.threshold, problem.keep_scale,
@@ -117,15 +117,17 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def in_tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """x (B, H, T, D) in tiles (1, 1, rows, D)."""
+    return TensorDescriptor.from_tensor(x, [1, 1, rows, x.shape[3]], shared_layout(rows, x.shape[3], x.dtype))
+
+
 @cache
 def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile of rows x D lies in shared memory, so that copies and matrix products both read it."""
+    """How a tile lies in shared memory: 16 bits as copies and matrix products both read it, float32 row after row."""
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], NAMES[dtype])
-
-
-def in_tiles(x: torch.Tensor, rows: int, layout) -> TensorDescriptor:
-    """x (B, H, T, D) in tiles (1, 1, rows, D). layout: of a tile in shared memory."""
-    return TensorDescriptor.from_tensor(x, [1, 1, rows, x.shape[3]], layout)
 
 
 # --- The kernel -------------------------------------------------------------------------------------------------------
