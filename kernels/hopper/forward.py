@@ -299,14 +299,14 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     # Dropout of a tile is drawn before its products begin (early) or after its softmax, whichever was faster.
     # With more to mask, early has too few registers.
     early: gl.constexpr = how.D == 128 and how.CUT_ONCE
-    words = words_of(n, task, how)
-    p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
+    seed = gl.load(task.seed) if how.DROPOUT else 0
+    p, keep = p.to(q_i.dtype), drawn(n, row0, stop - 1, seed, task, s_layout, how)
     for back in range(2, stop - start + 1):  # stop - 1 is done above
         tile = stop - back
         count += 1
         p = as_operand(drop(p, keep, how), o_layout)  # 4
         if early:
-            keep = drawn(words, row0, tile, task, s_layout, how)
+            keep = drawn(n, row0, tile, seed, task, s_layout, how)
         wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
         acc = add_values(acc, p, shared, count - 1, how)  # 5
@@ -317,7 +317,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
         if not early:
-            keep = drawn(words, row0, tile, task, s_layout, how)
+            keep = drawn(n, row0, tile, seed, task, s_layout, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
@@ -428,16 +428,6 @@ def online_softmax(s, m, l, scale2):
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
 
-@gluon.jit
-def words_of(n, task, how: gl.constexpr):
-    """A head's own words of Philox: two of the counter, two of the key."""
-    words = n, n, n, n  # without dropout, any
-    if how.DROPOUT:
-        seed = gl.load(task.seed)
-        words = n.to(gl.uint32), 0, seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
-    return words
-
-
 # $1: two elements. $2, $3: their keep. $4 (and $5): which byte of it. For each nibble of `pick` prmt repeats a byte's
 # sign: `mask` gets 16 bits of $2's, and 16 of $3's.
 KEPT = gl.constexpr("""{
@@ -458,20 +448,21 @@ OWN_WORDS = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], 
 
 
 @gluon.jit
-def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
+def drawn(n, row0, tile, seed, task, layout: gl.constexpr, how: gl.constexpr):
     """Step 4: which weights of a tile are kept, by the bits of keep_mask() of kernels/flash.py. uint32 (ROWS, BLOCK_N):
     byte j // 8 % 4 of element (i, j) is negative if that is kept. Without dropout 0, for nothing.
 
     A Philox call decides for 16 elements, of which a thread has eight. So each call is made once, and the threads
-    exchange the results. words: of words_of()."""
+    exchange the results."""
     keep = 0
     if how.DROPOUT:
         gl.static_assert(how.BLOCK_N == 128, "the layouts are of 64 x 128 elements")
+        k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
         i = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, CALLED_ONCE)), 1)  # without bits 3 and 4
         j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, CALLED_ONCE)), 0)
         c0 = (row0 >> 5 << 3).to(gl.uint32) + i.to(gl.uint32)
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
-        w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
+        w0, w1, w2, w3 = philox(c0, c1, n.to(gl.uint32), 0, k0, k1)
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
         # Four bytes at a time: a byte is at least the threshold if two of three are true: its upper bit is 1; its other
         # bits are at least those of the threshold; the upper bit of the threshold is 0.
