@@ -12,16 +12,14 @@ from device memory, so one CUDA graph serves all tokens. The steps have the numb
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import LOG2E, online_softmax, tanh
-from kernels.launch import INTERPRETED, check_supported, shared_memory
-from kernels.problem import LOWEST
+from kernels.launch import check_supported, shared_memory
+from kernels.problem import LOWEST, processors
 
 START = tl.constexpr(LOWEST)
 STAGES = 3  # tiles of a program in flight; 2 where those of PROGRAMS programs exceed a processor's shared memory
@@ -39,7 +37,7 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     BLOCK_N = (32 if q.dtype == torch.float32 else 64) // (2 if BLOCK_D > 128 else 1)
-    splits = min(splits_for(N, q.device), triton.cdiv(S, BLOCK_N))
+    splits = min(max(1, PROGRAMS * processors(q.device) // N), triton.cdiv(S, BLOCK_N))
     tile_bytes = 2 * BLOCK_N * BLOCK_D * q.itemsize  # keys and values
     stages = STAGES if PROGRAMS * STAGES * tile_bytes <= shared_memory(q.device) else 2
     acc, (m, l) = (q.new_empty(*size, dtype=torch.float32) for size in ((B * H, splits, D), (2, B * H, splits)))
@@ -53,14 +51,6 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
         )  # fmt: skip
         merge_kernel[(B * H,)](acc, m, l, o, splits, D, BLOCK_D, triton.next_power_of_2(splits))
     return o
-
-
-@cache
-def splits_for(N: int, device: torch.device) -> int:
-    """As many splits as give each of the GPU's processors PROGRAMS programs. In the interpreter: a few."""
-    if INTERPRETED:
-        return 3
-    return max(1, PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count // N)
 
 
 @triton.jit

@@ -64,6 +64,12 @@ def runs_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors. Without a GPU: as on the one that the kernels were measured on."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def empty_heads(x: Tensor, heads: int | None = None) -> Tensor:
     """An empty (B, H, T, D), like x or with other heads, that lies in memory as (B, T, H, D), so that the projection
     after it needs no copy. Rows are padded to a multiple of 16 bytes, as descriptors require."""

@@ -24,10 +24,10 @@ DECODED = [
 
 @pytest.mark.parametrize("case", DECODED, ids=case_name)
 def test_a_new_token_is_within_twice_naives_error_however_the_keys_are_split(case, monkeypatch):
-    """Each case with one dtype and one number of splits. The cache has 40 more places, full of NaN, and the new token's
-    place is empty."""
+    """Each case with one dtype, and one split or one for each tile. The cache has 40 more places, full of NaN, and the
+    new token's place is empty."""
     number = DECODED.index(case)
-    monkeypatch.setattr(decode_module, "splits_for", lambda N, device: (1, 7)[number % 2])
+    monkeypatch.setattr(decode_module, "processors", lambda device: (0, 1000)[number % 2])
     inputs = case.inputs(DTYPES[number % 3], DEVICE)
     q, k, v = (inputs[name] for name in "qkv")
     keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, 41), value=float("nan")) for x in (k, v))

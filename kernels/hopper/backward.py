@@ -53,11 +53,10 @@ from kernels.hopper.forward import (
     in_tiles,
     pass_turn,
     philox,
-    processors,
     wait_turn,
 )
 from kernels.hopper.versions import all_threads, async_atomic_add, async_load, async_store, reinterpret
-from kernels.problem import Problem
+from kernels.problem import Problem, processors
 
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.

@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import flash  # three of its functions are compiled as Gluon, too
 from kernels.hopper.versions import all_threads, async_load, async_store
-from kernels.problem import LOWEST, Problem
+from kernels.problem import LOWEST, Problem, processors
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
@@ -109,12 +109,6 @@ def how(D: int, block_n: int, consumers: int, stages: int, cut_once: bool, dropo
     turns = consumers if consumers == 3 or (consumers == 2 and D == 128) else 0  # where they were faster
     registers = REGISTERS[consumers][1]
     return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, registers, stages, cut_once, dropout)))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def in_tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
