@@ -63,7 +63,7 @@ class Task(NamedTuple):
     blocks: Tensor | None  # bool (rows, columns)
     block_size: int
     block_columns: int
-    visits: Tensor | None  # visit_lists() of kernels/visits.py; None: arithmetic is enough
+    visits: Tensor | None  # visit_lists() of kernels/problem.py; None: arithmetic is enough
     visits_n: int  # numbers in a line of the table
     scale: float
     scale2: float  # scale * log2(e), rounded to float32 once, not twice

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import LOWEST, Problem, empty_gradients, empty_heads, in_parts, runs_kernels
-from kernels.visits import visit_lists
+from kernels.problem import LOWEST, Problem, empty_gradients, empty_heads, in_parts, runs_kernels, visit_lists
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 # The interpreter multiplies the bits of bfloat16 as integers (tests/interpreter.py has a repair).

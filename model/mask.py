@@ -1,5 +1,5 @@
 """Which keys a query sees: those that all rules of a Problem allow. kernels/problem.py says what each rule is, and
-kernels/visits.py says from the same rules which tiles may have a visible score.
+which tiles may have a visible score.
 """
 
 import torch

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.problem import LOWEST, Problem, empty_heads
-from kernels.visits import tile_table
+from kernels.problem import LOWEST, Problem, empty_heads, tile_table
 from model.dropout import keep_mask, keep_scale
 from model.mask import positions, visible
 

@@ -43,8 +43,7 @@ TABLE = {
     "model/mask.py": [
         ("a window shows one key more", "(i - j).abs() < problem.window", "(i - j).abs() <= problem.window", "mask")],
     "kernels/problem.py": [
-        ("triton's window shows one key more", "else 1 - self.window", "else -self.window", "flash")],
-    "kernels/visits.py": [
+        ("triton's window shows one key more", "else 1 - self.window", "else -self.window", "flash"),
         ("a tile at a window's far edge is whole", "whole & (left > bottom - ", "whole & (left > top - ", "mask"),
         ("a tile of two documents is whole", "(left >= bottom_first)", "(left >= top_first)", "mask"),
         ("a tile where a document may end is whole", "whole & (problem.spans is None)", "whole", "flash")],

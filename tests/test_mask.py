@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem
-from kernels.visits import tile_table, visit_lists
+from kernels.problem import Problem, tile_table, visit_lists
 from model import tiled
 from model.attention import problem_of
 from model.mask import spans_of, visible
