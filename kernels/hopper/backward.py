@@ -169,10 +169,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
     x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes hand_over()
     i, d = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    if D == 128:
-        i, d = i + half // 2 * 64, d + half % 2 * 64
-    else:
-        i += half * 64
+    i, d = i + half // (D // 64) * 64, d + half % (D // 64) * 64
     b, h, row = ((begin + n) // H).to(tl.int64), ((begin + n) % H).to(tl.int64), i.to(tl.int64)
     x = tl.where(i >= blind_rows, x * scale, 0.0)
     tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, x.to(dq.dtype.element_ty), mask=i < T)
