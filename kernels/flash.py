@@ -313,29 +313,25 @@ def visible(task, b, i, j):
 
 @triton.jit
 def drop(p, n, row0, column0, row, column, task):
-    """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale."""
-    if task.seed is not None:
-        return tl.where(keep_mask(task, n, row0, column0, row, column), p, task.zero)
-    return p
-
-
-@triton.jit
-def keep_mask(task, n, row0, column0, row, column):
-    """Step 4: the bits of model/dropout.py. Each kernel draws them again. row and column count from the corner of the
-    tile, row0 and column0, which are multiples of 32.
+    """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale. The bits are those of
+    model/dropout.py; each kernel draws them again. row and column count from the corner of the tile, row0 and column0,
+    which are multiples of 32.
 
     Elements that are 8 apart in rows and columns share a Philox call, and a thread holds 8 or 16 such elements of a
     matrix product's result. The compiler makes that call once if it can prove that their counters are equal: for this
     row and column count from the corner, and `row & 7` is written `row & 6 | row & 1`."""
-    seed = tl.load(task.seed)
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
-    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((column >> 5 << 3) | (column & 6) | (column & 1)).to(tl.uint32)
-    w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), 0, k0, k1)
-    bit4, bit3 = (row & 16) != 0, (row & 8) != 0
-    word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
-    # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
-    return (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
+    if task.seed is not None:
+        seed = tl.load(task.seed)
+        k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+        c0 = (row0 >> 5 << 3).to(tl.uint32) + ((row >> 5 << 3) | (row & 6) | (row & 1)).to(tl.uint32)
+        c1 = (column0 >> 5 << 3).to(tl.uint32) + ((column >> 5 << 3) | (column & 6) | (column & 1)).to(tl.uint32)
+        w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), 0, k0, k1)
+        bit4, bit3 = (row & 16) != 0, (row & 8) != 0
+        word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
+        # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
+        keep = (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
+        p = tl.where(keep, p, task.zero)
+    return p
 
 
 @triton.jit

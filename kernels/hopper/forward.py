@@ -443,7 +443,7 @@ OWN_WORDS = gl.constexpr(gl.DistributedLinearLayout(OWN, LANES4, [[0, 0, 0, 1], 
 
 @gluon.jit
 def drawn(n, row0, tile, seed, task, layout: gl.constexpr, how: gl.constexpr):
-    """Step 4: which weights of a tile are kept, by the bits of keep_mask() of kernels/flash.py. uint32 (ROWS, BLOCK_N):
+    """Step 4: which weights of a tile are kept, by the bits of model/dropout.py. uint32 (ROWS, BLOCK_N):
     byte j // 8 % 4 of element (i, j) is negative if that is kept. Without dropout 0, for nothing.
 
     A Philox call decides for 16 elements, of which a thread has eight. So each call is made once, and the threads
