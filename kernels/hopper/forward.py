@@ -79,20 +79,14 @@ SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, whic
 REGISTERS = {2: (168, 240), 3: (128, 160), 4: (96, 112)}
 
 
-def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
-    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200. plain: How.CUT_ONCE, and no dropout. Otherwise three
-    or four consumers have too few registers."""
-    if D == 64 and plain:
-        return (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
-    return (128, 2, 3) if D == 64 else (128, 2, 2)
-
-
 def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     spans, dropout = problem.spans, problem.seed is not None
     cut_once = problem.window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
-    block_n, consumers, _ = tiles = tiles_for(D, T_k, cut_once and not dropout)
+    block_n, consumers, stages = 128, 2, 3 if D == 64 else 2  # the fastest tried on an H200
+    if D == 64 and cut_once and not dropout:  # otherwise three or four consumers have too few registers
+        block_n, consumers, stages = (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
     groups = -(-T // (ROWS * consumers)) * B * H  # of CONSUMERS tiles of queries
     section = min(max(1, SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)), B * H)
     forward_kernel[(min(groups, processors(q.device)),)](
@@ -100,7 +94,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
         lse, lse2, torch.zeros(1, dtype=torch.int32, device=q.device), H // H_kv,  # the last two: counter, G
         B * H, section, H, T, T_k, problem.at_least, problem.at_most, None if spans is None else spans.contiguous(),
         problem.scale * math.log2(math.e), problem.seed, problem.threshold, problem.keep_scale,
-        how(D, *tiles, cut_once, dropout), num_warps=4, maxnreg=REGISTERS[consumers][0],
+        how(D, block_n, consumers, stages, cut_once, dropout), num_warps=4, maxnreg=REGISTERS[consumers][0],
     )  # fmt: skip
 
 
