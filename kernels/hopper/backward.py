@@ -45,16 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.forward import (
-    as_matrix,
-    as_operand,
-    barriers,
-    in_sections,
-    in_tiles,
-    pass_turn,
-    philox,
-    wait_turn,
-)
+from kernels.hopper.forward import as_matrix, as_operand, barriers, in_sections, in_tiles, pass_turn, philox, wait_turn
 from kernels.hopper.versions import all_threads, async_atomic_add, async_load, async_store, reinterpret
 from kernels.problem import Problem, processors
 
