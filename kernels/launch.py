@@ -181,8 +181,8 @@ def how(M: int, N: int, D: int, precision: str, broken: tuple[str, ...]) -> How:
 
 def task_of(q: Tensor, k: Tensor, problem: Problem, sizes: Tiles, form: str) -> Task:
     """The Task of a kernel of kernels/flash.py. form: of visit_lists()."""
-    table, spans, blocks = None, problem.spans, problem.blocks  # no table: the kernel computes which tiles it visits
-    if blocks is not None:
+    table, spans, blocks = None, problem.spans, problem.blocks
+    if blocks is not None:  # otherwise the kernel computes which tiles it visits
         table = visit_lists(problem, sizes.BLOCK_M, sizes.BLOCK_N, form, q.device)
     at_most, local_m, local_n = problem.at_most, None, None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
