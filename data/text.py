@@ -90,6 +90,8 @@ def text_of(line: str, field: str, where: str) -> str:
 @functools.cache  # each job of a sweep gets the same text
 def standard_input(cache: Path) -> Path:
     """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("data.path=- is for one process, and torchrun has several: name a file")
     data = sys.stdin.buffer.read()
     file = cache / f"stdin-{hashlib.sha256(data).hexdigest()[:12]}.txt"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""What attention computes from q, k and v: the one description that model/ and the kernels share."""
+"""What attention computes from q, k and v, and which tiles it visits: what model/ and the kernels share."""
 
 from functools import cache
 from importlib.util import find_spec

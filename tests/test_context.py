@@ -56,6 +56,12 @@ def test_the_loss_given_a_context_is_that_of_a_plain_computation(begins):
     assert (begins is None) == bool((whole != cut).all()), "a document that begins later is seen whole by both"
 
 
+def test_the_pieces_of_a_window_are_its_own():
+    model, batches = gpt(100), windows(100)
+    pieces = [plain_losses(model, batches, slice(begin, begin + 32))[:, 16:] for begin in (52, 68)]
+    torch.testing.assert_close(context.given(model, batches, nullcontext())[32], torch.cat(pieces, 1).mean(1))
+
+
 @pytest.mark.parametrize("T", [32, 33, 64, 100, 128, 1000])
 def test_every_context_given_predicts_the_same_tokens(T):
     tokens = torch.arange(2 * T).view(2, T)

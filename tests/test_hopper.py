@@ -60,6 +60,7 @@ VALUES = [
     Case(200, B=2, H=1, D=128, documents=(140, 0, 60)), Case(150, 300, B=1, D=64, documents=(230, 70), causal=False),
     Case(150, 300, B=2, H=2, H_kv=1, D=64, documents=(100, 1, 199), window=70),
     Case(128, 129, B=1, H=1, D=64, window=2),  # only the last row sees a key of the last tile
+    Case(130, 200, B=1, H=1, D=128, window=40, causal=False),
     Case(70, B=2, H=6, H_kv=3, D=64, dropout_p=0.2), Case(264, 200, B=1, D=128),  # rows see no key, the mask cuts once
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from data.dataset import open_data
 from data.made import answer, documents, passkey, second_half
 from data.prepare import READERS, SOURCES, DataConfig, files_of, prepare, split
 from data.prepare import read as documents_of
-from data.text import find, read
+from data.text import find, read, standard_input
 from data.tokenizer import TokenizerConfig
 from tests.test_data import DOCUMENTS, UNICODE, texts, write
 
@@ -110,6 +110,9 @@ def test_standard_input_is_kept_for_a_resumed_run_and_for_each_job(tmp_path, mon
     monkeypatch.setattr(sys, "stdin", None)
     assert {prepare(data, BYTE) for data in jobs} == {*folders}
     assert read(Path(jobs[0].path)) == [UNICODE]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"another text")))
+    standard_input.cache_clear()  # as in another process
+    assert read(standard_input(tmp_path / "cache")) == ["another text"]
 
 
 # ---- sources
