@@ -205,8 +205,8 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy. An axis
-    of size 1 may have any stride in torch; it gets 16."""
+    """x as a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. A view, or else a copy. An
+    axis of size 1 may have any stride in torch; it gets 16."""
     strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in strides)
     return x.as_strided(x.shape, (*strides, 1)) if reads and x.data_ptr() % 16 == 0 else empty_heads(x).copy_(x)

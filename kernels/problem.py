@@ -30,12 +30,12 @@ class Problem(NamedTuple):
 
     @property
     def at_least(self) -> int | None:
-        """The lowest (column - position) of a key that a query may see."""
+        """The lowest (column - position) of a key that a query may see. None: no bound."""
         return None if self.window is None else 1 - self.window
 
     @property
     def at_most(self) -> int | None:
-        """The highest."""
+        """The highest (column - position)."""
         return 0 if self.causal else None if self.window is None else self.window - 1
 
     @property
@@ -66,7 +66,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors. Without a GPU: as on the one that the kernels were measured on."""
+    """The number of streaming multiprocessors. Without a GPU those of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

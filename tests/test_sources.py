@@ -107,12 +107,14 @@ def test_standard_input_is_kept_for_a_resumed_run_and_for_each_job(tmp_path, mon
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(UNICODE.encode())))
     jobs = [DataConfig("text", "-", cache=str(tmp_path / "cache")) for _ in range(2)]
     folders = [prepare(data, BYTE) for data in jobs]
-    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"another text")))
     assert {prepare(data, BYTE) for data in jobs} == {*folders}
     assert read(Path(jobs[0].path)) == [UNICODE]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"another text")))
     standard_input.cache_clear()  # as in another process
     assert read(standard_input(tmp_path / "cache")) == ["another text"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"data\.path=-"):
+        standard_input(tmp_path)
 
 
 # ---- sources
