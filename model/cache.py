@@ -1,32 +1,13 @@
-"""The keys and values of past tokens: one buffer a layer; all sequences have the same length."""
+"""The keys and values of past tokens: two buffers a layer; all sequences have the same length."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from model.attention import AttentionConfig, alibi_slopes, attention
-
-
-class LayerCache:
-    def __init__(self, cache: "KVCache", shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self.cache = cache
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (B, H_kv, T, D)
-        self.v = torch.zeros_like(self.k)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others) -> Tensor:
-        """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:
-        not needed, because sampling has no dropout and no documents, and a broken model has no cache."""
-        cache, T = self.cache, q.shape[2]
-        if T == 1 and cache.position is not None:  # decode() reads it on the device, and keeps k and v
-            from kernels.decode import decode
-
-            slopes = alibi_slopes(q.shape[1], q.device) if config.alibi else None
-            scale = config.softmax_scale or q.shape[3] ** -0.5
-            return decode(q, k, v, self.k, self.v, cache.position, scale, config.softcap, slopes, config.window)
-        held = cache.length + T
-        self.k[:, :, cache.length : held], self.v[:, :, cache.length : held] = k, v
-        return attention(q, self.k[:, :, :held], self.v[:, :, :held], config)  # the last query is at the last key
 
 
 class KVCache:
@@ -38,7 +19,8 @@ class KVCache:
         device, low = weight.device, torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(device.type) if low else weight.dtype
         shape = B, config.kv_heads, size or config.context_length, config.head_size
-        self.layers = [LayerCache(self, shape, dtype, device) for _ in model.blocks]
+        empty = partial(torch.zeros, shape, dtype=dtype, device=device)
+        self.layers = [(empty(), empty()) for _ in model.blocks]  # keys and values
         self.last = torch.zeros(B, 1, dtype=torch.int64, device=device)  # the last token that is held
         self.length = 0  # tokens that are held; self.position has it on the device, for kernels/decode.py
         triton = model.attention_config.impl == "triton"
@@ -51,6 +33,24 @@ class KVCache:
         self.last.copy_(idx[:, -1:])  # in place, because a CUDA graph has its address
         at = torch.arange(idx.shape[1], device=idx.device)
         return at + (self.length if self.position is None else self.position), before
+
+    def attends(self, n_layer: int) -> list[Callable[..., Tensor]]:
+        """Each layer's attention."""
+        return [partial(self.attend, keys, values) for keys, values in self.layers]
+
+    def attend(self, keys, values, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others) -> Tensor:
+        """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:
+        not needed, because sampling has no dropout and no documents, and a broken model has no cache."""
+        T = q.shape[2]
+        if T == 1 and self.position is not None:  # decode() reads it on the device, and keeps k and v
+            from kernels.decode import decode
+
+            slopes = alibi_slopes(q.shape[1], q.device) if config.alibi else None
+            scale = config.softmax_scale or q.shape[3] ** -0.5
+            return decode(q, k, v, keys, values, self.position, scale, config.softcap, slopes, config.window)
+        held = self.length + T
+        keys[:, :, self.length : held], values[:, :, self.length : held] = k, v
+        return attention(q, keys[:, :, :held], values[:, :, :held], config)  # the last query is at the last key
 
     def advance(self, T: int) -> None:
         self.length += T

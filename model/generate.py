@@ -104,7 +104,7 @@ class Decoder:
         return self.token.clone()
 
     def next(self, idx: Tensor, prefill: bool = False) -> Tensor:
-        logits = self.model(idx, sequence=self.cache)[:, -1]
+        logits = self.model(idx, sequence=self.cache, last=True)[:, -1]
         checked = prefill or not logits.is_cuda  # later the host does not wait for a GPU
         if checked and not self.model.break_it.label and logits.isnan().any():  # a broken model may show them
             raise ValueError("the model's logits are NaN; use dtype=float32, or an earlier checkpoint")

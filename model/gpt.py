@@ -198,15 +198,15 @@ class GPT(nn.Module):
             nn.init.zeros_(self.bigrams.table.weight)
             nn.init.normal_(self.bigrams.widen.weight, std=self.config.bigram_width**-0.5)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, sequence=None):
-        """Token ids (B, T) to logits (B, T, V); with targets (B, T) to the mean loss in nats.
+    def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
+        """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers (B, T), read with attention.documents. sequence: None for whole sequences; else an object
-        with place(idx) and layers[i].attend(), such as model/cache.py's: then logits (B, 1, V), the last token's."""
+        with place(idx) and attends(n_layer), such as model/cache.py's."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
-        return self.head(x if sequence is None else x[:, -1:])
+        return self.head(x[:, -1:] if last else x)
 
     def hidden(self, idx: Tensor, documents: Tensor | None = None, sequence=None) -> Tensor:
         """The residual stream after the last norm: (B, T, C)."""
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         # Drawn here and passed down as tensors, so that the backward and a block computed again get the same mask.
         dropping = self.training and self.attention_config.dropout_p > 0
         seeds = draw_seeds(config.n_layer, device) if dropping else [None] * config.n_layer
-        attends = [attention] * config.n_layer if sequence is None else [layer.attend for layer in sequence.layers]
+        attends = [attention] * config.n_layer if sequence is None else sequence.attends(config.n_layer)
         for block, seed, attend in zip(self.blocks, seeds, attends, strict=True):
             call = partial(recomputed, block) if self.training and config.recompute != "false" else block
             x = call(x, x0, rope, seed, spans, attend)

@@ -1,5 +1,7 @@
 """Sampling with a cache gives the tokens, and up to rounding the logits, of running the whole text for each token."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ def test_a_token_has_the_logits_of_the_whole_text(name, impl):
     cache, right = KVCache(model, 2), made("naive", name, torch.float64)(idx)
     for T in (6, 1, 5, 1, 1, 9, 1):
         last = cache.length + T - 1
-        found = model(idx[:, cache.length : last + 1], sequence=cache)[:, 0]
+        found = model(idx[:, cache.length : last + 1], sequence=cache)[:, -1]
         assert_within_budget({"logits": found}, {"logits": naive[:, last]}, {"logits": right[:, last]})
         cache.advance(T)
     assert cache.length == CONTEXT
@@ -101,8 +103,13 @@ def test_under_autocast_the_cache_is_bf16_and_the_logits_are_within_the_budget()
         for T in (6, 1, 1, 1):
             found = model(idx[:, cache.length : cache.length + T], sequence=cache)[:, -1]
             cache.advance(T)
-    assert cache.layers[0].k.dtype == torch.bfloat16
+    assert cache.layers[0][0].dtype == torch.bfloat16
     assert_within_budget({"logits": found}, {"logits": naive}, {"logits": right})
+
+
+def test_a_cache_is_freed_at_once():
+    cache = weakref.ref(KVCache(made("tiled"), 1))
+    assert cache() is None  # not when Python looks for cycles: a GPU would hold the caches of several texts until then
 
 
 def ran(model: GPT, monkeypatch) -> list[int]:
@@ -121,10 +128,11 @@ def test_after_the_prompt_each_token_runs_alone_and_half_of_the_context_when_it_
 
 @pytest.mark.parametrize("options", [{"broken": "no_max"}, {"of_attention": {"block_mask": ["x"]}}], ids=str)
 def test_a_broken_model_and_one_with_a_block_mask_are_sampled_without_a_cache(options, monkeypatch):
-    model = made("tiled", **options)
+    model, logits = made("tiled", **options), []
+    model.head.register_forward_hook(lambda head, inputs, output: logits.append(output.shape[1]))
     lengths = ran(model, monkeypatch)
     written(model, prompts(1, 4), 3)
-    assert lengths == [4, 5, 6]
+    assert (lengths, logits) == ([4, 5, 6], [1, 1, 1])  # logits of the last token alone: a long text's need GiB
 
 
 def test_a_changed_softmax_samples_the_same_text_with_and_without_the_cache(monkeypatch):
@@ -176,11 +184,8 @@ def drawn(sampler: Sampler, logits: Tensor = LOGITS, count: int = 400) -> set[in
     [
         (Sampler(0), {0}),
         (Sampler(1e-40), {0}),
-        (Sampler(1.0), {0, 1, 2, 3}),
-        (Sampler(1.0, top_k=2), {0, 1}),
         (Sampler(1.0, top_k=100), {0, 1, 2, 3}),
         (Sampler(1e30, top_k=2), {0, 1}),
-        (Sampler(1.0, top_p=0.75), {0, 1}),
         (Sampler(1.0, top_p=0.81), {0, 1, 2}),
         (Sampler(1.0, top_p=1e-6), {0}),
         (Sampler(1.0, top_k=3, top_p=0.6), {0, 1}),
@@ -190,11 +195,6 @@ def drawn(sampler: Sampler, logits: Tensor = LOGITS, count: int = 400) -> set[in
 )
 def test_only_the_tokens_that_are_allowed_are_drawn(sampler, tokens):
     assert drawn(sampler) == tokens
-
-
-def test_a_temperature_without_end_is_refused():
-    with pytest.raises(ValueError, match="temperature=inf"):
-        Sampler(float("inf"), top_k=2)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -209,7 +209,7 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature):
 @pytest.mark.parametrize("impl", ["tiled", "triton"])
 def test_a_cleared_cache_begins_at_position_0_again(impl):
     cache = KVCache(made(impl), 1, 5)
-    assert cache.layers[0].k.shape[2] == 5
+    assert cache.layers[0][0].shape[2] == 5
     cache.advance(5)
     place = lambda *ids: [x.flatten().tolist() for x in cache.place(torch.tensor([ids]))]  # noqa: E731
     assert [place(3, 4), place(8)] == [[[5, 6], [0, 3]], [[5], [4]]]

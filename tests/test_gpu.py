@@ -384,7 +384,7 @@ def test_logits_of_single_tokens_are_within_twice_naives_error(changes, dtype):
     cache = KVCache(model, 3)
     for T in (100, *[1] * 20):
         last = cache.length + T - 1
-        found = model(text[:, cache.length : last + 1], sequence=cache)[:, 0]
+        found = model(text[:, cache.length : last + 1], sequence=cache)[:, -1]
         assert_within_budget({"logits": found}, {"logits": naive[:, last]}, {"logits": right[:, last]})
         cache.advance(T)
 

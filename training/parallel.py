@@ -12,7 +12,7 @@ B batch, T sequence length, H heads (query or key/value), D head size, N ranks t
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,7 +72,7 @@ class Ranks:
         if self.size > 1:
             torch.manual_seed(torch.initial_seed() + self.rank)
         if self.config.context > 1:
-            self.sequence = Ulysses(self.config.context, len(model.blocks), device)
+            self.sequence = Ulysses(self.config.context, device)
         if not self.config.shard:
             return model.to(device)
         from torch.distributed.fsdp import fully_shard  # takes a second to import
@@ -213,11 +213,10 @@ class Ulysses:
     """model(x, y, documents, sequence=ulysses): x and y (B, T / N) are this rank's tokens of each sequence, documents
     (B, T). Each rank draws its own dropout masks, so they are not those of one process."""
 
-    def __init__(self, N: int, n_layer: int, device: torch.device):
+    def __init__(self, N: int, device: torch.device):
         # The ranks of a sequence are neighbours: GPUs of one machine have the fastest links.
         mesh = init_device_mesh(device.type, (dist.get_world_size() // N, N), mesh_dim_names=("data", "context"))
         self.N, self.group, self.rank, self.device = N, mesh.get_group("context"), dist.get_rank() % N, device
-        self.layers = [self] * n_layer
         # Compiled by torch 2.11, AllToAll gives zero gradients (as in deepspeedai/DeepSpeed#8491).
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
@@ -229,6 +228,9 @@ class Ulysses:
         if self.rank:
             before[:, 0] = lasts[self.rank - 1]
         return at + self.rank * len(at), before
+
+    def attends(self, n_layer: int) -> list[Callable[..., Tensor]]:
+        return [self.attend] * n_layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **options: Any) -> Tensor:
         """attention() over the whole sequences. q, o (B, H, T / N, D); k, v (B, H_kv, T / N, D)."""

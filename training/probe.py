@@ -10,6 +10,7 @@ They look at the inputs and outputs of calls, so they serve any implementation. 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -70,8 +71,11 @@ class Recorder:
 
     place = staticmethod(place)
 
-    def __init__(self, model: GPT):
-        self.calls, self.layers = list[Call](), [self] * len(model.blocks)
+    def __init__(self):
+        self.calls = list[Call]()
+
+    def attends(self, n_layer: int) -> list[Callable[..., Tensor]]:
+        return [self.attend] * n_layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others: Any) -> Tensor:
         o = attention(q, k, v, config, **others)
@@ -81,7 +85,7 @@ class Recorder:
 
 def record(model: GPT, idx: Tensor, documents: Tensor | None = None, targets: Tensor | None = None) -> list[Call]:
     """Every attention call of model(idx), in order; with targets also the gradients. Blocks must run uncompiled."""
-    recorder = Recorder(model)
+    recorder = Recorder()
     with torch.set_grad_enabled(targets is not None):
         loss = model.hidden(idx, documents, recorder) if targets is None else model(idx, targets, documents, recorder)
     calls = [*recorder.calls]  # with model.recompute the backward makes each call a second time
