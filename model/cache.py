@@ -19,8 +19,8 @@ class KVCache:
         device, low = weight.device, torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(device.type) if low else weight.dtype
         shape = B, config.kv_heads, size or config.context_length, config.head_size
-        empty = partial(torch.zeros, shape, dtype=dtype, device=device)
-        self.layers = [(empty(), empty()) for _ in model.blocks]  # keys and values
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+        self.layers = [(zeros(), zeros()) for _ in model.blocks]  # keys and values, each (B, H_kv, size, D)
         self.last = torch.zeros(B, 1, dtype=torch.int64, device=device)  # the last token that is held
         self.length = 0  # tokens that are held; self.position has it on the device, for kernels/decode.py
         triton = model.attention_config.impl == "triton"
@@ -35,12 +35,12 @@ class KVCache:
         return at + (self.length if self.position is None else self.position), before
 
     def attends(self, n_layer: int) -> list[Callable[..., Tensor]]:
-        """Each layer's attention."""
         return [partial(self.attend, keys, values) for keys, values in self.layers]
 
     def attend(self, keys, values, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others) -> Tensor:
-        """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:
-        not needed, because sampling has no dropout and no documents, and a broken model has no cache."""
+        """Keeps k and v (B, H_kv, T, D) of the new tokens in a layer's keys and values. Returns their attention to all
+        that is held, like q. others: not needed, because sampling has no dropout and no documents, and a broken model
+        has no cache."""
         T = q.shape[2]
         if T == 1 and self.position is not None:  # decode() reads it on the device, and keeps k and v
             from kernels.decode import decode
