@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kernels.problem import runs_kernels
 
-CHUNK = 8192  # tokens; 4,096 to 16,384 are equally fast on an H200
+CHUNK = 8192  # tokens at most; fewer, but 1,024, where these have more logits than LOGITS
+LOGITS = 2**22  # 16 MiB in float32; larger chunks were slower on a CPU (docs/findings.md, 61)
 KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
 
@@ -52,7 +53,8 @@ class NextTokenLoss(torch.autograd.Function):
         kernel = runs_kernels(x.device) and x.dtype != torch.float64
         if kernel:
             from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
-        for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else CHUNK):
+        chunk = KERNEL_CHUNK if kernel else min(CHUNK, max(1024, LOGITS // len(weight)))
+        for i in range(0, len(x), chunk):
             x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
             dlogits = x_i @ weight.T  # (chunk, V), the logits still
             if kernel:

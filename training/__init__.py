@@ -1,5 +1,6 @@
 """What train.py uses: configuration, one update, optimizers, checkpoints, metrics, instruments, several GPUs."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -8,3 +9,10 @@ from pathlib import Path
 load = Path("/proc/loadavg")
 if load.exists() and 2 * (int(load.read_text().split()[3].split("/")[0]) - 1) >= (os.cpu_count() or 1):
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# glibc gives freed memory back to the system, and gets a step's tensors from it again page by page: a sixth of the step
+# of the default. Keep a gigabyte. (A Mac has no mallopt.)
+libc = ctypes.CDLL(None)
+if hasattr(libc, "mallopt"):
+    libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: smaller tensors come from the heap; older versions take no more
+    libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: so much free memory stays there
