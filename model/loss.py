@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.problem import runs_kernels
 
-CHUNK = 8192  # tokens at most; fewer, but 1,024, where these have more logits than LOGITS
-LOGITS = 2**22  # 16 MiB in float32; larger chunks were slower on a CPU (docs/findings.md, 62)
+CHUNK = 8192  # tokens at most
+LOGITS = 2**22  # of a chunk of more than 1,024 tokens, at most: larger ones are slower on a CPU (docs/findings.md, 62)
 KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
 
