@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.problem import runs_kernels
 
 CHUNK = 8192  # tokens at most
-LOGITS = 2**22  # of a chunk of more than 1,024 tokens, at most: larger ones are slower on a CPU (docs/findings.md, 62)
+LOGITS = 2**22  # a chunk has no more on a CPU, but at least 1,024 tokens: larger ones are slower (docs/findings.md, 62)
 KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
 
@@ -53,8 +53,8 @@ class NextTokenLoss(torch.autograd.Function):
         kernel = runs_kernels(x.device) and x.dtype != torch.float64
         if kernel:
             from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
-        chunk = KERNEL_CHUNK if kernel else min(CHUNK, max(1024, LOGITS // len(weight)))
-        for i in range(0, len(x), chunk):
+        few = max(1024, LOGITS // len(weight)) if x.device.type == "cpu" else CHUNK
+        for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else min(CHUNK, few)):
             x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
             dlogits = x_i @ weight.T  # (chunk, V), the logits still
             if kernel:
