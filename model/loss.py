@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.problem import runs_kernels
 
 CHUNK = 8192  # tokens at most
-LOGITS = 2**22  # at most in a chunk on a CPU, where it has over 1,024 tokens: more are slower (docs/findings.md, 62)
+LOGITS = 2**22  # on a CPU a chunk of over 1,024 tokens has no more: larger ones are slower (docs/findings.md, 62)
 KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
 
