@@ -76,7 +76,7 @@ class Clock:
 class Run:
     """What the loop needs."""
 
-    cfg: Config  # without null in name, model.vocab_size, optimizer.lr and tokens_per_step
+    cfg: Config  # without null in name and what fill_in() sets
     lock: FileLock
     facts: dict  # commit, versions, device, dtype, attention
     ranks: Ranks
@@ -113,7 +113,7 @@ def main(cfg: DictConfig) -> float:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
-    if why and in_sweep:  # here, because Hydra keeps the exception, and an exception keeps its frames
+    if why and in_sweep:  # not in one_run(): Hydra keeps it, and with it the frames and their model
         raise CompactHydraException(why)
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
@@ -126,7 +126,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
     try:
         run = set_up(cfg)
         code = train(run)
-    except KeyboardInterrupt:  # in set_up(): train() listens to signals
+    except KeyboardInterrupt:  # in a process's first set_up(): from its first train() on a signal sets a flag
         code = 130
     except torch.OutOfMemoryError as error:
         less = run and f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
@@ -147,11 +147,11 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
 
 
 # --- set up: the quick checks come first, and the folder is made after all of them
-def set_up(typed: DictConfig) -> Run:
+def set_up(composed: DictConfig) -> Run:
     """Configuration, data, model, optimizer, folder. ValueError for what cannot run."""
-    resumed = find_checkpoint(typed.resume, Path(typed.runs), typed.name) if typed.resume else None
-    parent = find_weights(typed.init_from, Path(typed.runs)) if typed.init_from and not resumed else None
-    cfg, source = configuration(typed, resumed, parent), resumed or parent
+    resumed = find_checkpoint(composed.resume, Path(composed.runs), composed.name) if composed.resume else None
+    parent = find_weights(composed.init_from, Path(composed.runs)) if composed.init_from and not resumed else None
+    cfg, source = configuration(composed, resumed, parent), resumed or parent
     ranks = join(cfg.parallel, cfg.device)
     device = machine.pick_device(ranks.device)
     dtype = machine.pick_dtype(cfg.dtype, device)
@@ -169,8 +169,8 @@ def set_up(typed: DictConfig) -> Run:
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank,
-                    world_size=ranks.data_size)  # fmt: skip
+                    random_offset=cfg.data.source not in SHORTEST,  # a made document is a window
+                    rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
@@ -211,7 +211,7 @@ def introduce(run: Run, source: Path | None) -> None:
     say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
     lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.clock.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
-    before = run.metrics.lr or lr
+    before = run.metrics.lr or lr  # of the last step before a resume
     rate = f"{lr:.2e}" if math.isclose(lr, before, rel_tol=0.5) else f"{lr:.2e} where it was {before:.2e}"
     say(f"trains from step {run.step:,} (minute {run.clock.seconds / 60:.1f}, rate {rate}) to {end}")
 
@@ -228,8 +228,8 @@ def on_signal(number: int, frame) -> None:
 
 
 def train(run: Run) -> int:
-    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest, so
-    the GPU never waits for it."""
+    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest: it
+    waits for the host only when something is due."""
     cfg, train_step, clock, say = run.cfg, run.train_step, run.clock, run.metrics.say
     pending: list[Pending] = []
     micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
@@ -246,17 +246,17 @@ def train(run: Run) -> int:
         batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)
-        rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
+        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with its own dropout
         pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))
         if run.step == first:  # it compiles, and the clock begins after that
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # the last step is evaluated, so none is left
+        while pending and (due or len(pending) > train_step.ahead):  # evaluating is due at the last step: none is left
             update = pending.pop(0)
-            stats, before = update.stats.wait(), logged
-            logged = time.perf_counter()
-            log(run, update, stats, logged - before)
+            stats, now = update.stats.wait(), time.perf_counter()
+            log(run, update, stats, now - logged)
+            logged = now
             if stats.stopped:
                 return stop_at_nan(run, update, stats)
         if due:
@@ -297,7 +297,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     """Saves the weights before the update, and says what to try; with probe.every also the first tile with a NaN."""
     cfg, say, step = run.cfg, run.metrics.say, update.step
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    run.step = step - 1  # later updates were skipped
+    run.step = step - 1  # later updates were skipped; the loader is past their batches and this one
     if run.step > 0:
         save(run)
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
@@ -341,7 +341,7 @@ def evaluate(run: Run) -> float | None:
         if run.clock.sync():
             break
         loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]
-        if counts:
+        if counts:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()
             size += int(run.dataset.token_bytes[y.numpy()].sum())

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
     @property
     def keep_scale(self) -> float:
-        """1 / (share kept)."""
+        """1 / (share kept): what the kept weights are multiplied by."""
         return 256 / (256 - self.threshold)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.attention import INF, AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN, BreakIt
-from model.dropout import keep_mask, keep_scale
+from model.dropout import drop_threshold, keep_mask
 
 FLOAT32 = torch.finfo(torch.float32)
 TILE = 32  # query rows and key rows of a tile in tiled
@@ -112,7 +112,8 @@ class Prediction:
         if self.seed is None:
             return 1.0
         p, seed = self.options.get("dropout_p", 0.0), torch.tensor(self.seed + 1 if stale else self.seed)
-        return keep_mask(seed, self.q.shape[1], range(self.T), range(self.T_k), p)[None] * keep_scale(p)
+        keep = keep_mask(seed, self.q.shape[1], range(self.T), range(self.T_k), p)[None]
+        return keep * (256 / (256 - drop_threshold(p)))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""

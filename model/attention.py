@@ -34,7 +34,7 @@ from torch import Tensor
 from conf.keys import check, key
 from kernels.problem import Problem, runs_kernels
 from model.break_it import FAILURES, UNBROKEN, BreakIt
-from model.dropout import drop_threshold, keep_mask, keep_scale
+from model.dropout import drop_threshold, keep_mask
 from model.mask import positions, visible
 from model.op import flash_attention, without_autocast
 
@@ -111,7 +111,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
-    if q.dtype == torch.float16:  # q k^T overflows long before s does: a part of the scale goes first, a power of two
+    if q.dtype == torch.float16:  # whose q k^T may exceed 65,504 where s does not: q takes the scale's power of two
         part = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * part, scale / part
     s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
@@ -132,7 +132,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     p = p / l  # 6, before the product with v
     if problem.seed is not None:  # 4
         keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
-        p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
+        p = p * keep.view_as(p) * problem.keep_scale
     o = p.to(v.dtype) @ v  # 5
     return o, (m + l.log()).masked_fill(empty, -INF)[..., 0]  # 6: lse
 
@@ -195,7 +195,7 @@ def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
 def alibi_slopes(H: int, device: torch.device) -> Tensor:
     """float32 (H,): r, r**2, r**3, ... with r = 2**(-8 / H) if H is a power of two. Otherwise the slopes of the next
     lower power of two, and then every other slope of the next higher one."""
-    n = 1 << H.bit_length() - 1
+    n = 1 << (H.bit_length() - 1)  # the largest power of two up to H
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
     return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
 

@@ -8,15 +8,15 @@ the fewest that pass the paper's statistical tests. Its counter is four 32-bit w
 column, would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
-matrix products. So one call decides for 16 weights, 8 bits each. Bits count from 0: bits 3 and 4 of row 13 = 0b01101
-are 01, so its word is 1, and the counter has 0 << 3 | 0b101.
+matrix products. So one call decides for 16 weights, 8 bits each:
 
-    word  of a weight = bits 3 and 4 of its row
+    word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-The weights of one call are 8 apart in rows and columns: a thread holds 8 or 16 such numbers of a tensor core's result.
+Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. The weights of one call
+are 8 apart in rows and columns: a thread holds 8 or 16 such numbers of a tensor core's result.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -44,11 +44,6 @@ def drop_threshold(dropout_p: float) -> int:
     if threshold == 256 or (threshold == 0 and dropout_p > 0):
         raise ValueError(f"attention.dropout_p={dropout_p}: the mask has steps of 1/256; use 0 or 0.002 to 0.998")
     return threshold
-
-
-def keep_scale(dropout_p: float) -> float:
-    """1 / (the share of weights kept): what the kept weights are multiplied by."""
-    return 256 / (256 - drop_threshold(dropout_p))
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int = ROUNDS) -> tuple[Word, ...]:

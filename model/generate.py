@@ -58,7 +58,7 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
         if text.shape[1] > context:
             text, held = text[:, -max(1, context // 2) :], False
         token = decoder.decode() if held else decoder.prefill(text)
-        text, held = torch.cat((text, token), dim=1), cache
+        text, held = torch.cat((text, token), dim=1), kv_cache is not None
         yield token
 
 

@@ -120,7 +120,7 @@ class Attention(nn.Module):
         self.heads = [config.n_head, config.kv_heads, config.kv_heads]
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        qk_norm = RMSNorm if config.qk_norm else nn.Identity
+        qk_norm = RMSNorm if config.qk_norm else nn.Identity  # which takes any arguments
         self.q_norm = qk_norm(config.head_size, eps=config.norm_eps)
         self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
@@ -195,14 +195,14 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if self.bigrams is not None:
-            nn.init.zeros_(self.bigrams.table.weight)
+            nn.init.zeros_(self.bigrams.table.weight)  # a pair adds nothing until it is learned
             nn.init.normal_(self.bigrams.widen.weight, std=self.config.bigram_width**-0.5)
 
     def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read with attention.documents. sequence: None for whole sequences; else an object
-        with place(idx) and attends(n_layer), such as model/cache.py's."""
+        documents: integers (B, T), read with attention.documents. sequence: None if idx are whole sequences; else a
+        KVCache, Ulysses (training/parallel.py) or the like: place() is where idx lie, attends() how layers attend."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -259,7 +259,7 @@ def draws_from_torch(config: GPTConfig, attention_config: AttentionConfig) -> bo
 
 
 def recomputed(block: Any, *inputs: Any) -> Tensor:
-    """block(*inputs), computed again in the backward. model.recompute=true keeps x alone, selective also o and lse."""
+    """block(*inputs), computed again in the backward. model.recompute=true keeps x, selective also o, lse, lse2."""
     restore = draws_from_torch(block.config, block.attention.attention_config)
     selective = partial(create_selective_checkpoint_contexts, keep_attention)
     keep = selective if block.config.recompute == "selective" else noop_context_fn

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.problem import LOWEST, Problem, empty_heads, tile_table
-from model.dropout import keep_mask, keep_scale
+from model.dropout import keep_mask
 from model.mask import positions, visible
 
 INF = math.inf
@@ -146,4 +146,4 @@ def dropout_factor(p: Tensor, rows: range, columns: range, problem: Problem) -> 
         return None
     heads = p.shape[0] * p.shape[1] // len(rows)
     keep = keep_mask(problem.seed, heads, rows, columns, problem.dropout_p)
-    return keep.view_as(p).to(p.dtype) * keep_scale(problem.dropout_p)
+    return keep.view_as(p).to(p.dtype) * problem.keep_scale

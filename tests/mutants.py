@@ -31,7 +31,7 @@ TABLE = {
     "model/attention.py": [
         ("sdpa aligns the first rows", "if causal and T != T_k:", "if False:", "attention"),
         ("few queries lose a window", "config.window < max(T, T_k) else", "config.window < T else", "attention"),
-        ("kept weights are not scaled up", "* keep_scale(problem.dropout_p)\n", "\n", "attention")],
+        ("kept weights are not scaled up", "* problem.keep_scale\n", "\n", "attention")],
     "model/op.py": [
         ("lse has no gradient", "lse2, do, dlse, *options), q, k)", "lse2, do, None, *options), q, k)", "attention")],
     "model/tiled.py": [

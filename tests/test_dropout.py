@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from kernels.problem import Problem
 from model.attention import AttentionConfig
-from model.dropout import draw_seeds, drop_threshold, keep_mask, keep_scale, philox
+from model.dropout import draw_seeds, drop_threshold, keep_mask, philox
 from tests import reference
 from tests.implementations import CUDA
 
@@ -46,11 +47,10 @@ def test_the_share_dropped_is_binomially_right_overall_and_in_each_of_the_sixtee
 
 
 def test_what_is_kept_is_scaled_by_the_share_actually_kept():
-    for dropout_p in (0.1, 0.25, 0.5):
+    for dropout_p in (0.0, 0.1, 0.25, 0.5):
         kept = 1 - drop_threshold(dropout_p) / 256
-        assert keep_scale(dropout_p) * kept == pytest.approx(1.0, abs=2**-52)
+        assert Problem(*[None] * 11, dropout_p, ()).keep_scale * kept == pytest.approx(1.0, abs=2**-52)
     assert drop_threshold(0.1) == 26
-    assert keep_scale(0.0) == 1.0
     assert keep_mask(torch.tensor(0), 1, range(40), range(40), 0.0).all()
 
 

@@ -118,9 +118,9 @@ def command(name: str, schema: type, run: Callable[[Any], None]) -> None:
     schema. Exits with 1 and one line for a mistake of the user's (ValueError, OSError)."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
-    def main(typed: DictConfig) -> None:
+    def main(composed: DictConfig) -> None:
         try:
-            run(OmegaConf.to_object(typed))
+            run(OmegaConf.to_object(composed))
         except KeyboardInterrupt:
             sys.exit(130)
         except (ValueError, OSError, SafetensorError) as error:  # a program error keeps its traceback

@@ -70,7 +70,7 @@ def choose_mode(
     wanted: str, device: torch.device, attention_config: AttentionConfig, config: GPTConfig, sharded: bool
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
-    compiles = device.type == "cuda" and attention_config.impl != "tiled"  # which reads its table of tiles on the host
+    compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
     saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # checkpoint(), on the host
     captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
@@ -116,7 +116,7 @@ class TrainStep:
         self.stats = torch.zeros(4, device=device)
 
     def __call__(self, batch: Batch, lr: float) -> PendingStats:
-        """Enqueues one update. batch: int64 (micro-batches, B, T), on the CPU. At most `ahead` may be pending."""
+        """Enqueues one update. batch: int64 (micro-batches, B, T), on the CPU."""
         cuda = self.device.type == "cuda"
         if self.batch is None:
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
