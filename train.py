@@ -76,9 +76,9 @@ class Clock:
 class Run:
     """What the loop needs."""
 
-    cfg: Config  # without null in name and what fill_in() sets
+    cfg: Config  # name and what fill_in() sets are no longer None
     lock: FileLock
-    facts: dict  # commit, versions, device, dtype, attention
+    facts: dict  # commit, versions, device, dtype, attention, mode
     ranks: Ranks
     dataset: Dataset
     loader: Loader
@@ -113,7 +113,7 @@ def main(cfg: DictConfig) -> float:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
-    if why and in_sweep:  # not in one_run(): Hydra keeps it, and with it the frames and their model
+    if why and in_sweep:  # not in one_run(): Hydra keeps the exception, its frames, and so their model
         raise CompactHydraException(why)
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
@@ -162,14 +162,14 @@ def set_up(composed: DictConfig) -> Run:
     mode = choose_mode(cfg.compile, device, attention_config, cfg.model, cfg.parallel.shard)
     facts = {**machine.about(device), "dtype": dtype, "attention": attention_config.impl, "mode": mode}
 
-    kept = from_json(source.tokenizer) if source else None
+    kept = from_json(source.tokenizer) if source else None  # for tokenizer=kept
     with ranks.main_process_first():  # rank 0 prepares the data, the others open it
         dataset = open_data(cfg.data, cfg.tokenizer, kept, T, cfg.runs)
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    random_offset=cfg.data.source not in SHORTEST,  # a made document is a window
+                    random_offset=cfg.data.source not in SHORTEST,  # recall, passkey: each document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     torch.manual_seed(cfg.seed)
@@ -220,7 +220,7 @@ def introduce(run: Run, source: Path | None) -> None:
 def on_signal(number: int, frame) -> None:
     """The first signal sets a flag, which the loop and evaluate() look at. A later one kills, as is the default."""
     SIGNALS.append(number)
-    time.sleep(0.5)  # `timeout` sends a signal twice at once, and a run of many hours would not be saved
+    time.sleep(0.5)  # `timeout` sends a signal twice at once: the second comes meanwhile and kills nothing
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     with suppress(OSError):  # of `2>&1 | tee log`, where Ctrl-C ends tee first. print() may be busy
@@ -228,8 +228,8 @@ def on_signal(number: int, frame) -> None:
 
 
 def train(run: Run) -> int:
-    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued before the host logs the oldest: it
-    waits for the host only when something is due."""
+    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued beside the one that the host waits
+    for and logs, so the GPU waits for the host only when something is due."""
     cfg, train_step, clock, say = run.cfg, run.train_step, run.clock, run.metrics.say
     pending: list[Pending] = []
     micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
@@ -245,14 +245,14 @@ def train(run: Run) -> int:
     while not (clock.signal or run.is_over()):
         batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
-        lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)
-        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with its own dropout
-        pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))
+        lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)  # by step or clock
+        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with the same dropout
+        pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))  # train_step() enqueues the update
         if run.step == first:  # it compiles, and the clock begins after that
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # evaluating is due at the last step: none is left
+        while pending and (due or len(pending) > train_step.ahead):  # the last step has something due: none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
             log(run, update, stats, now - logged)
@@ -325,7 +325,7 @@ def finish_step(run: Run) -> None:
         probe_attention(run, "failure" in due)
     val_loss = evaluate(run) if "evaluate" in due else None
     run.unfinished = "evaluate" in due and val_loss is None
-    due = run.due()  # evaluate() takes time, in which the run may come to its end
+    due = run.due()  # evaluate() takes time, in which the run may come to its end; then it has no probe
     if "sample" in due and not run.unfinished:
         sample(run)
     if "save" in due:
@@ -340,7 +340,7 @@ def evaluate(run: Run) -> float | None:
     for batch, counts in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
-        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]
+        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # this rank's part of y
         if counts:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()
@@ -374,8 +374,8 @@ def sample(run: Run) -> None:
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([beginning(encoding)], device=device)
     cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
-    text, no_text = "", nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # of logits that are NaN
-    with run.train_step.autocast, run.train_step.uncompiled(), no_text:
+    text, on_nan = "", nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # NaN in logits: no text
+    with run.train_step.autocast, run.train_step.uncompiled(), on_nan:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(to_text(encoding, made))
     run.metrics.sample(run.step, text)

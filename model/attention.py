@@ -63,7 +63,7 @@ class AttentionConfig:
 
     def __post_init__(self):
         check(self, "attention.")
-        drop_threshold(self.dropout_p)
+        drop_threshold(self.dropout_p)  # for its ValueError
         if self.windows is not None and (self.window is not None or not self.windows):
             raise ValueError(f"attention.windows={self.windows}: give at least one window, and no attention.window")
         rows = ["x"] if self.block_mask is None else self.block_mask
@@ -85,7 +85,7 @@ def attention(
     causal: row i sees key j if j <= i + T_k - T, so the last row is aligned with the last key, as in flash-attention.
     seed: int64 scalar tensor on q's device, for the mask of model/dropout.py. None: no dropout, as in evaluation.
     spans: int32 (B, T_k, 2), the first and the last place of each token's document: spans_of() of model/mask.py. The
-    queries are the last T tokens. (The model makes them if config.documents is set; attention() does not.)
+    queries are the last T tokens. (The model makes spans if config.documents is set; attention() does not.)
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     Only naive has second derivatives (a gradient penalty) and a forward mode: the jvp of tiled and triton is 0."""
@@ -203,8 +203,8 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_it=UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton where a
-    training is faster with it, for sampling, and (else tiled) for options that sdpa lacks, dropout and failures."""
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton for sampling and
+    where a training is faster with it, and triton, else tiled, for dropout, failures and options that sdpa lacks."""
     if config.impl != "auto":
         return config
     if not device.startswith("cuda"):

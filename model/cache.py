@@ -27,7 +27,7 @@ class KVCache:
         self.position: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
 
     def place(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions of the next tokens (B, T), int64 (T,), and the token before each."""
+        """The positions of the next tokens (B, T), int64 (T,), and the token before each. Stores the last of idx."""
         last = self.last if self.length else torch.full_like(self.last, -1)  # the first token has none before it
         before = torch.cat((last, idx[:, :-1]), dim=1)
         self.last.copy_(idx[:, -1:])  # in place, because a CUDA graph has its address

@@ -16,7 +16,7 @@ matrix products. So one call decides for 16 weights, 8 bits each:
     key               = (low half of the seed, high half of the seed)
 
 Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. The weights of one call
-are 8 apart in rows and columns: a thread holds 8 or 16 such numbers of a tensor core's result.
+are 8 apart in rows and columns, as are the 8 or 16 numbers of a tensor core's result that one thread holds.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.

@@ -109,7 +109,7 @@ class Bigrams(nn.Module):
 
 
 def place(idx: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions in whole sequences (B, T), int64 (T,), and the token before each one (B, T), -1 for the first."""
+    """Of whole sequences (B, T): the positions, int64 (T,), and the token before each, (B, T); -1 before the first."""
     return torch.arange(idx.shape[1], device=idx.device), F.pad(idx, (1, -1), value=-1)
 
 
@@ -201,8 +201,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read with attention.documents. sequence: None if idx are whole sequences; else a
-        KVCache, Ulysses (training/parallel.py) or the like: place() is where idx lie, attends() how layers attend."""
+        documents: integers (B, T), read only with attention.documents. sequence: None if idx are whole sequences; else
+        what idx are a part of (KVCache, Ulysses): its place() and attends() stand in for place() and attention()."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())

@@ -30,7 +30,7 @@ Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...), after e
 
 def tiles_of(problem: Problem, block_m: int, block_n: int, device: torch.device) -> Iterator[tuple[range, list]]:
     """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it: (range, bool)."""
-    visited, whole = tile_table(problem, block_m, block_n, device)
+    visited, whole = tile_table(problem, block_m, block_n, device)  # (1 or B, row tiles, column tiles)
     visit, cut = visited.any(0).tolist(), (~whole).any(0).tolist()  # of any sequence of the batch
     columns = [range(j, min(j + block_n, problem.T_k)) for j in range(0, problem.T_k, block_n)]
     for t, i in enumerate(range(0, problem.T, block_m)):
@@ -63,7 +63,7 @@ def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch 
         l, acc = torch.zeros_like(m), torch.zeros_like(q_i)
         for columns, cut in tiles:
             s, _ = scores(q_i, tile(k, columns), rows, columns, cut, problem)  # 1, 2
-            p, m, l, alpha = online_softmax(s if watch is None else s.clone(), m, l, broken)  # 3
+            p, m, l, alpha = online_softmax(s if watch is None else s.clone(), m, l, broken)  # 3: p takes its place
             z = dropout_factor(p, rows, columns, problem)  # 4
             zp = (p if z is None else z * p).to(dtype).to(p.dtype)
             acc = alpha * acc + zp @ tile(v, columns)  # 5

@@ -179,7 +179,7 @@ class Place(NamedTuple):
 def search(step: TrainStep, batch: Batch, rng: dict[str, Tensor]) -> tuple[Place, dict[str, Tensor]] | None:
     """Runs a step's micro-batches again, from the random state before it, to the first with a tile that is not finite.
     Returns the tile and what replays it: batch.x, batch.y, ..., and the random state before the pass; else None."""
-    set_rng_state(rng)  # so the dropout is that of the step
+    set_rng_state(rng)  # so the dropout is that of the step, but not model.dropout_p's where blocks are compiled
     for part in batch.micro_batches():
         before = rng_state()
         x, y, documents = part.to(step.device)

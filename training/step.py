@@ -7,8 +7,8 @@ update() is the step, and it is the same code in all three modes: eager; compile
 (the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
-itself skips a bad update and all after it (in fp16 one whose gradient overflows, alone). When the host learns of it, up
-to two steps later, the weights are still those before the NaN.
+itself skips a bad update and all after it (in fp16, if only a gradient overflows, that update alone). When the host
+learns of it, up to two steps later, the weights are still those before the NaN.
 
 B batch size, T sequence length. A step's batch has an axis in front: (micro-batches, B, T).
 """
@@ -71,7 +71,7 @@ def choose_mode(
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # checkpoint(), on the host
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # torch's checkpoint()
     captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with dropout"
@@ -144,7 +144,7 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
             with self.autocast:
-                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
+                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # cut: x, y, ...
             self.scaler.scale(share).backward()
             loss += share.detach()
         # All-reduce: sums gradients in place, returns the summed loss.
