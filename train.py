@@ -168,10 +168,10 @@ def set_up(composed: DictConfig) -> Run:
     tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
+    validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
                     random_offset=cfg.data.source not in SHORTEST,  # recall, passkey: each document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
-    validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
@@ -228,8 +228,7 @@ def on_signal(number: int, frame) -> None:
 
 
 def train(run: Run) -> int:
-    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued beside the one that the host waits
-    for and logs, so the GPU waits for the host only when something is due."""
+    """Returns the exit code. On a GPU up to train_step.ahead updates are enqueued behind the one that the host logs."""
     cfg, train_step, clock, say = run.cfg, run.train_step, run.clock, run.metrics.say
     pending: list[Pending] = []
     micro_batches = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
@@ -269,7 +268,8 @@ def train(run: Run) -> int:
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
-    say(f"next: {again} {more}" if step in (0, run.step) else f"next: a new run, steps={step}: the loss rose later")
+    fewer = f"a new run, steps={step + cfg.eval_every // 2}: the loss rose later"  # step is one that was evaluated
+    say(f"next: {fewer if step not in (0, run.step) else f'{again} {more}'}")
     return 0
 
 

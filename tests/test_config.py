@@ -156,8 +156,8 @@ def test_what_a_library_logs_is_printed_once(start, script, typed, tmp_path):
     assert "".join(start("-c", code, typed, f"runs={tmp_path}").communicate()).count("Retrying") == 1
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(20 * 131072 - 1, 0), (20 * 131072, 131072)])
-def test_a_small_text_gets_no_table_of_bigrams(tokens, rows):
-    cfg = train.Config(model=GPTConfig(bigram_rows=None))
+@pytest.mark.parametrize(("tokens", "rows", "steps", "warmup"), [(2621439, 0, 499, 99), (2621440, 131072, 600, 100)])
+def test_a_small_text_gets_no_table_of_bigrams_and_a_short_run_a_short_warm_up(tokens, rows, steps, warmup):
+    cfg = train.Config(steps=steps, model=GPTConfig(bigram_rows=None))
     fill_in(cfg, 50, tokens, 1, torch.device("cpu"))
-    assert cfg.model.bigram_rows == rows
+    assert (cfg.model.bigram_rows, cfg.optimizer.warmup_steps) == (rows, warmup)

@@ -101,7 +101,7 @@ class Config:
         as far as the count or the clock, whichever is further; the warm-up takes a fifth of the time at most."""
         if not self.max_minutes:
             return step
-        limit, warmup = 60 * self.max_minutes, self.optimizer.warmup_steps
+        limit, warmup = 60 * self.max_minutes, self.optimizer.warmup_steps or 0
         risen = max(step / max(1, warmup), elapsed / (0.2 * limit))
         if risen < 1:
             return min(risen * warmup, self.steps)
@@ -313,6 +313,8 @@ def fill_in(cfg: Config, n_vocab: int, n_tokens: int, data_size: int, device: to
     if cfg.model.vocab_size < n_vocab:
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; leave it out")
     cfg.optimizer.lr = cfg.optimizer.lr or base_rate(cfg.model.n_embd, cfg.optimizer.kind)
+    if cfg.optimizer.warmup_steps is None:
+        cfg.optimizer.warmup_steps = min(100, cfg.steps // 5)  # or a short run would not reach its rate
     micro_batch = cfg.batch_size * cfg.model.context_length * data_size
     cfg.tokens_per_step = cfg.tokens_per_step or micro_batch
     if cfg.tokens_per_step % micro_batch:

@@ -24,7 +24,8 @@ class OptimizerConfig:
     schedule: str = key("cosine", "learning rate schedule", among="cosine | wsd (warm-up, stable, then linear decay)")
     decay_fraction: float = key(0.2, "fraction of the steps in wsd's decay (arXiv 2405.18392)", above=0, most=1)
     min_lr_ratio: float = key(0.1, "final learning rate as a fraction of the peak; 1: a constant rate", least=0, most=1)
-    warmup_steps: int = key(100, "number of steps over which the learning rate rises to its peak", least=0)
+    warmup_steps: int | None = key(None, "steps over which the learning rate rises to its peak", least=0,
+                                   usual="null: 100, at most a fifth of all")  # fmt: skip
     weight_decay: float = key(0.1, "weight decay of matrices and embeddings, for Muon and AdamW", least=0)
     beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1)
     beta2: float = key(0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1)
@@ -127,14 +128,15 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
-    """The learning rate at `step` of the schedule, from 1 to steps. config.lr must not be None.
+    """The learning rate at `step` of the schedule, from 1 to steps. config has no None.
 
         cosine   /```-.._        rises linearly over warmup_steps, then falls as half a cosine to min_lr_ratio * lr
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
     wsd does not need to know the number of steps before its decay begins (arXiv 2405.18392): a checkpoint from the
     stable part can be trained on to any step. If the decay begins within the warm-up, the lower rate counts."""
-    assert config.lr is not None, "set_up() in train.py fills it in"
+    assert config.lr is not None, "fill_in() sets it"
+    assert config.warmup_steps is not None, "fill_in() sets it"
     end = steps if config.min_lr_ratio else steps + 1  # the last step would learn nothing at a rate of 0
     if config.schedule == "wsd":
         height = min(1.0, (end - step) / (steps * config.decay_fraction))
