@@ -53,6 +53,8 @@ class Lab:
             raise ValueError("look=true reads a text, and nothing else does: give both look=true and prompt=TEXT")
         if self.trace + self.look + (self.replay is not None) + (self.reveal is not None) > 1:
             raise ValueError("trace=, look=, replay= and reveal= are different things: give one of them")
+        if self.failure != "none" and (self.look or self.replay or self.reveal):
+            raise ValueError("look=, replay= and reveal= take a run as it is: leave out failure=")
 
 
 def lab(cfg: Lab) -> None:

@@ -50,7 +50,7 @@ class Config(Sampler):
     export: str | None = key(None, "write the model into this new folder, for transformers", least=1)
     seed: int = key(1337, "seed of the first text", least=0)
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
-    dtype: str = key("auto", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16")
+    dtype: str = key("auto", among="auto (bf16 if the GPU has it) | float32 | bf16 | fp16", usual="context: the run's")
     impl: str = key("auto", "attention", among="auto (triton if it runs here) | naive | tiled | triton | sdpa")
     cache: bool = key(True, "keep the keys and values of past tokens; false: compute them again for each new one")
 

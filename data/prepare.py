@@ -44,16 +44,18 @@ class DataConfig:
     """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
-    path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)
+    path: str | None = key(
+        None, "text: file, folder, glob or - (a pipe); bin: folder, glob; hub: OWNER/NAME/FILE", least=1
+    )
     field: str = key("text", "field of a .jsonl line that holds the text", least=1)
-    val_fraction: float = key(0.05, "share of the text that is for validation", above=0, most=0.5)
+    val_fraction: float = key(0.05, "share of the text for validation; not of token files", above=0, most=0.5)
     shards: int = key(1, "data=fineweb: number of training files of 100 M tokens", least=1, most=103)
     cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
     def __post_init__(self):
         check(self, "data.")
         if (self.path is None) == (self.source in READERS):
-            needs = "needs data.path=: a file, a folder or a glob; hub: OWNER/NAME/FILE"
+            needs = "needs data.path=: a folder or a glob; text also a file; hub: OWNER/NAME/FILE"
             why = needs if self.path is None else f"does not read data.path={self.path}; use data=text"
             raise ValueError(f"data={self.source} {why}")
 

@@ -83,7 +83,7 @@ class Config:
     sample_tokens: int = key(200, "maximum tokens of a sample; it ends earlier at the document's end", least=1)
     checkpoint_every: int = key(100, "steps between checkpoints; the best is one of those evaluated", least=1)
     keep_last: int = key(2, "number of newest checkpoints to keep; the best one is kept too", least=1)
-    log_every: int = key(1, "steps between log lines", least=1)
+    log_every: int = key(1, "steps between log lines, and records of metrics.jsonl", least=1)
 
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
     dtype: str = key("auto", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16")
@@ -311,7 +311,9 @@ def fill_in(cfg: Config, n_vocab: int, n_tokens: int, data_size: int, device: to
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:
-        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; leave it out")
+        raise ValueError(
+            f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; use fewer, or leave it out"
+        )
     cfg.optimizer.lr = cfg.optimizer.lr or base_rate(cfg.model.n_embd, cfg.optimizer.kind)
     if cfg.optimizer.warmup_steps is None:
         cfg.optimizer.warmup_steps = min(100, cfg.steps // 5)  # or a short run would not reach its rate

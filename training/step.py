@@ -74,7 +74,7 @@ def choose_mode(
     saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # torch's checkpoint()
     captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
-        why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with dropout"
+        why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
     if wanted == "auto":
         return "graph" if captures else "compiled" if compiles else "eager"
