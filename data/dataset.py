@@ -57,7 +57,7 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig, kept=None, context_l
     if data.source in ("bin", "fineweb"):
         files = files_of(data)
         beside = files[0].parent / "tokenizer.json"
-        own = tokenizer.kind == "kept" and beside.exists()
+        own = tokenizer.kind in ("kept", "bpe") and beside.exists()  # no bpe can be learned from tokens
         return open_shards(files, from_json(beside.read_bytes()) if own else build(tokenizer, [], kept))
     folder = prepare(data, tokenizer, kept, context_length, runs)
     encoding = from_json((folder / "tokenizer.json").read_bytes())

@@ -96,7 +96,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after `state`. ValueError if it is of another text, context length or seed."""
         if state["text"] != self.text:
-            way_out = "leave out data= and tokenizer=, name an old copy with data.path=, or begin anew with init_from="
+            way_out = "leave data= and tokenizer= out, give its tokens (data=bin data.path=), or use init_from="
             raise ValueError(f"the checkpoint was trained on another text, or on this one before an edit: {way_out}")
         for name in ("context_length", "seed"):
             if state[name] != getattr(self, name):
