@@ -46,11 +46,11 @@ class Config(Sampler):
     prompt_file: str | None = key(None, "file with the prompt; -: standard input; null: use prompt=", least=1)
     num_samples: int = key(1, "number of texts; each has its own seed: seed, seed + 1, ...", least=1)
     max_new_tokens: int = key(300, "maximum tokens of a text; it ends earlier at the document's end", least=1)
-    context: bool = key(False, "measure what a longer context is worth to the model, on its run's validation text")
+    context: bool = key(False, "measure what a longer context is worth to the model, with its run's dtype and text")
     export: str | None = key(None, "write the model into this new folder, for transformers", least=1)
     seed: int = key(1337, "seed of the first text", least=0)
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
-    dtype: str = key("auto", among="auto (bf16 if the GPU has it) | float32 | bf16 | fp16", usual="context: the run's")
+    dtype: str = key("auto", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16")
     impl: str = key("auto", "attention", among="auto (triton if it runs here) | naive | tiled | triton | sdpa")
     cache: bool = key(True, "keep the keys and values of past tokens; false: compute them again for each new one")
 

@@ -268,8 +268,8 @@ def train(run: Run) -> int:
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
-    fewer = f"a new run, steps={step + cfg.eval_every // 2}: the loss rose later"  # step is one that was evaluated
-    say(f"next: {fewer if step not in (0, run.step) else f'{again} {more}'}")
+    fewer = (step + min(step + cfg.eval_every, run.step)) // 2  # the lowest loss lies between two evaluations
+    say(f"next: {again} {more}" if step in (0, run.step) else f"next: a new run, steps={fewer}: the loss rose later")
     return 0
 
 

@@ -44,9 +44,7 @@ class DataConfig:
     """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
-    path: str | None = key(
-        None, "text: file, folder, glob or - (a pipe); bin: folder, glob; hub: OWNER/NAME/FILE", least=1
-    )
+    path: str | None = key(None, "text: file, folder, glob or -; bin: folder, glob; hub: OWNER/NAME/FILE", least=1)
     field: str = key("text", "field of a .jsonl line that holds the text", least=1)
     val_fraction: float = key(0.05, "share of the text for validation; not of token files", above=0, most=0.5)
     shards: int = key(1, "data=fineweb: number of training files of 100 M tokens", least=1, most=103)

@@ -63,8 +63,8 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
 
 
 class Decoder:
-    """The next token of each sequence, (B, 1): after a text by prefill(), and then one after the other by decode(). In
-    Triton's case decode() is recorded as a CUDA graph, because its launches from Python take ten times as long."""
+    """The next token of each sequence, (B, 1): after a text by prefill(), then one after the other by decode(). With
+    attention=triton decode() is recorded as a CUDA graph, because its launches from Python take ten times as long."""
 
     def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator

@@ -54,7 +54,8 @@ class NextTokenLoss(torch.autograd.Function):
         if kernel:
             from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
         few = max(1024, LOGITS // len(weight)) if x.device.type == "cpu" else CHUNK
-        for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else min(CHUNK, few)):
+        chunk = KERNEL_CHUNK if kernel else min(CHUNK, few)
+        for i in range(0, len(x), chunk):
             x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
             dlogits = x_i @ weight.T  # (chunk, V), the logits still
             if kernel:

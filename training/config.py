@@ -311,9 +311,7 @@ def fill_in(cfg: Config, n_vocab: int, n_tokens: int, data_size: int, device: to
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:
-        raise ValueError(
-            f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; use fewer, or leave it out"
-        )
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: tokenizer= has {n_vocab} tokens; leave one out")
     cfg.optimizer.lr = cfg.optimizer.lr or base_rate(cfg.model.n_embd, cfg.optimizer.kind)
     if cfg.optimizer.warmup_steps is None:
         cfg.optimizer.warmup_steps = min(100, cfg.steps // 5)  # or a short run would not reach its rate

@@ -71,7 +71,7 @@ def choose_mode(
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # torch's checkpoint()
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # recomputed(), on the host
     captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
@@ -144,7 +144,7 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
             with self.autocast:
-                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # cut: x, y, ...
+                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # this rank's x, y
             self.scaler.scale(share).backward()
             loss += share.detach()
         # All-reduce: sums gradients in place, returns the summed loss.
