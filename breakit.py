@@ -29,7 +29,7 @@ from training.machine import about
 
 @dataclass
 class Lab:
-    failure: str = key("none", among=" | ".join(("none", *FAILURES)), usual="none: all, but in a trace none")
+    failure: str = key("none", among=" | ".join(("none", *FAILURES)), note="none: all, but in a trace none")
     dtype: str = key("float32", "of the comparison", among="float32 | bf16 | fp16")
     out: str | None = key(None, "folder for break-it.md and pictures; look: the file", least=1)
 

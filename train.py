@@ -95,7 +95,7 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step. Each has its interval in steps (0: never), and the last step has all."""
+        """What is to be done after this step, each in its interval (0: never). The last step has all but "failure"."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
@@ -126,7 +126,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
     try:
         run = set_up(cfg)
         code = train(run)
-    except KeyboardInterrupt:  # in a process's first set_up(): from its first train() on a signal sets a flag
+    except KeyboardInterrupt:  # in a process's first set_up(): once it has begun to train(), a signal sets a flag
         code = 130
     except torch.OutOfMemoryError as error:
         less = run and f"a divisor of batch_size={run.cfg.batch_size} with tokens_per_step={run.tokens_per_step}"
@@ -165,12 +165,12 @@ def set_up(composed: DictConfig) -> Run:
     kept = from_json(source.tokenizer) if source else None  # for tokenizer=kept
     with ranks.main_process_first():  # rank 0 prepares the data, the others open it
         dataset = open_data(cfg.data, cfg.tokenizer, kept, T, cfg.runs)
-    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)
+    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)  # sets cfg
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    random_offset=cfg.data.source not in SHORTEST,  # recall, passkey: each document is one window
+                    random_offset=cfg.data.source not in SHORTEST,  # made data: each document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
@@ -223,7 +223,7 @@ def on_signal(number: int, frame) -> None:
     time.sleep(0.5)  # `timeout` sends a signal twice at once: the second comes meanwhile and kills nothing
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
-    with suppress(OSError):  # of `2>&1 | tee log`, where Ctrl-C ends tee first. print() may be busy
+    with suppress(OSError):  # Ctrl-C has ended tee in `2>&1 | tee log`. Not print(), which may be busy
         os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")
 
 
@@ -240,36 +240,36 @@ def train(run: Run) -> int:
         say(f"nothing to train: it has made {run.step} steps in {clock.seconds / 60:.1f} minutes")
     if run.unfinished:
         finish_step(run)
-    logged, first = time.perf_counter(), run.step + 1
+    logged_at, first = time.perf_counter(), run.step + 1
     while not (clock.signal or run.is_over()):
         batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)  # by step or clock
         rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with the same dropout
         pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))  # train_step() enqueues the update
-        if run.step == first:  # it compiles, and the clock begins after that
+        if run.step == first:  # it has compiled, which does not count: the clock goes back
             clock.start()
         clock.sync()
         due = run.due()
         while pending and (due or len(pending) > train_step.ahead):  # the last step has something due: none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
-            log(run, update, stats, now - logged)
-            logged = now
+            log(run, update, stats, now - logged_at)
+            logged_at = now
             if stats.stopped:
                 return stop_at_nan(run, update, stats)
         if due:
             finish_step(run)
-            logged = time.perf_counter()
-    loss, step = run.metrics.best
+            logged_at = time.perf_counter()
+    loss, at = run.metrics.best
     again = to_type("train.py", "resume=auto", f"name={cfg.name}", f"runs={cfg.runs}")
     if clock.signal:
         say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
-    say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
-    fewer = (step + min(step + cfg.eval_every, run.step)) // 2  # the lowest loss lies between two evaluations
-    say(f"next: {again} {more}" if step in (0, run.step) else f"next: a new run, steps={fewer}: the loss rose later")
+    say(f"done: best validation loss {loss:.4f} at step {at}; all in {run.metrics.folder}")
+    fewer = (at + min(at + cfg.eval_every, run.step)) // 2  # the lowest loss lies between two evaluations
+    say(f"next: {again} {more}" if at in (0, run.step) else f"next: a new run, steps={fewer}: the loss rose later")
     return 0
 
 
@@ -307,7 +307,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     say("docs/break-it.md says which failures end in NaN, and when" if cfg.break_it.broken else advice)
     if not cfg.probe.every:
         say("probe.every=100 finds the tile with the first NaN")
-    elif found := probe.search(run.train_step, update.batch, update.rng):
+    elif found := probe.search(run.train_step, update.batch, update.rng):  # where, and what replays it
         say(f"  probe: {found[0]}")
         run.step = step
         folder = save(run, into="faults", fault=found[1])
@@ -325,7 +325,7 @@ def finish_step(run: Run) -> None:
         probe_attention(run, "failure" in due)
     val_loss = evaluate(run) if "evaluate" in due else None
     run.unfinished = "evaluate" in due and val_loss is None
-    due = run.due()  # evaluate() takes time, in which the run may come to its end; then it has no probe
+    due = run.due()  # evaluate() takes time, in which the run may come to its end: then more is due
     if "sample" in due and not run.unfinished:
         sample(run)
     if "save" in due:
@@ -337,11 +337,11 @@ def evaluate(run: Run) -> float | None:
     """Logs the mean loss over the validation windows and returns it; None if a signal has come meanwhile."""
     nats, tokens, size = 0.0, 0.0, 0.0  # of this rank's batches; size in bytes
     run.train_step.model.eval()
-    for batch, counts in run.ranks.shares(run.validation):
+    for batch, real in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
         loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # this rank's part of y
-        if counts:  # else a dummy, so that all ranks make as many forwards
+        if real:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()
             size += int(run.dataset.token_bytes[y.numpy()].sum())
@@ -373,7 +373,7 @@ def sample(run: Run) -> None:
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     begin = torch.tensor([beginning(encoding)], device=device)
-    cache = not run.cfg.parallel.shard  # with a cache a token is a CUDA graph, in which FSDP2 cannot gather weights
+    cache = not run.cfg.parallel.shard  # a token by the cache may be a CUDA graph, which cannot have FSDP2's hooks
     text, on_nan = "", nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # NaN in logits: no text
     with run.train_step.autocast, run.train_step.uncompiled(), on_nan:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))

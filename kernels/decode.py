@@ -40,8 +40,8 @@ def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slope
     splits = min(max(1, PROGRAMS * processors(q.device) // N), triton.cdiv(S, BLOCK_N))
     tile_bytes = 2 * BLOCK_N * BLOCK_D * q.itemsize  # keys and values
     stages = STAGES if PROGRAMS * STAGES * tile_bytes <= shared_memory(q.device) else 2
-    acc, (m, l) = (q.new_empty(*size, dtype=torch.float32) for size in ((B * H, splits, D), (2, B * H, splits)))
-    o = q.new_empty(q.shape)
+    acc, o = q.new_empty(B * H, splits, D, dtype=torch.float32), q.new_empty(q.shape)
+    m, l = q.new_empty(2, B * H, splits, dtype=torch.float32)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     with torch.cuda.device_of(q):
         decode_kernel[(N, splits)](

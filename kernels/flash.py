@@ -17,8 +17,8 @@ backward; Salmon et al. 2011 for Philox.
 Difference from the paper: the backward makes two passes, so it computes the scores twice, in seven products instead of
 five. But no two programs add to the same number, so a second run gives the same bits.
 
-s and m are in base 2: the hardware has exp2, so log2(e) goes into the scale. From Hopper on the hardware loads tiles
-through tensor descriptors, which handle strides and edges.
+m and s times its factor are in base 2: the hardware has exp2, so log2(e) goes into the scale. From Hopper on it loads
+tiles through tensor descriptors, which handle strides and edges.
 """
 
 import math
@@ -81,7 +81,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     # Inside a loop Triton 3.6 turns each 1 of a tuple argument into None, but not those of a tuple made here.
     task = Task(*task)
-    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: of listed()
+    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: start to stop, a line of visit_lists()
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -373,7 +373,7 @@ def key_tiles(task, b, tile, how: tl.constexpr):
 def query_tiles(task, b, tile, how: tl.constexpr):
     """Which tiles of queries a tile of keys visits. The last can be whole, because rows past the end have weight 0."""
     n_tiles = tl.cdiv(task.T, how.BLOCK_M)
-    at_least = None if task.at_most is None else -task.at_most
+    at_least = None if task.at_most is None else -task.at_most  # seen from a key the signs change
     at_most = None if task.at_least is None else -task.at_least
     offset = task.T_k - task.T  # the position of row 0
     low, high = tile * how.BLOCK_N, tile * how.BLOCK_N + how.BLOCK_N - 1
@@ -384,8 +384,8 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
-    """`found` by between(), narrowed: visited from the start of low's document to the end of high's, whole from the
-    start of high's to the end of low's (none, if they differ). offset: row 0's position if tiles of queries, else 0."""
+    """`found` by between(), narrowed. Visited: what the documents of low to high hold. Whole: what low's holds, if it
+    is high's, too. offset: the position of row 0 if tiles of queries, else 0."""
     if task.spans is not None:
         start, whole_start, whole_stop, stop = found
         span = task.spans + b.to(tl.int64) * task.T_k * 2
@@ -405,7 +405,7 @@ def listed(found, tile, n_tiles, task):
     if task.local_m is not None:
         found = 0, n_tiles, n_tiles, n_tiles
     start, whole_start, whole_stop, stop = found
-    stop = tl.maximum(stop, start)  # in order also where no tile is whole. Hopper's forward does without: it is faster
+    stop = tl.maximum(stop, start)  # in order also where no tile is whole; Hopper's forward leaves this out, for speed
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
     line = tile.to(tl.int64) * task.visits_n + 2

@@ -28,8 +28,8 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: b
     assert logits.is_contiguous()
     N, V = logits.shape
     losses = logits.new_empty(N, dtype=torch.float32)
-    # 16 logits a thread, which are two loads of 16 bytes in 16 bits. Where 16 divides V a thread takes at most 64
-    # registers, so two programs of 16 warps share a processor. On an H200 these are 264 rows, with GPT-2's vocabulary
+    # A thread has 16 logits: in 16 bits two loads of 16 bytes. Where 16 divides V a thread takes at most 64 registers,
+    # so two programs of 16 warps share a processor. On an H200 these are 264 rows, with GPT-2's padded vocabulary
     # 27 MB, and L2 has 50. Other blocks and warps were at most 2 % faster.
     BLOCK = min(8192, max(32, triton.next_power_of_2(V)))
     with torch.cuda.device_of(logits):  # Triton launches on the current device

@@ -127,9 +127,9 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
 
 
 def visit_lists(problem: Problem, block_m: int, block_n: int, form: str, device: torch.device) -> Tensor:
-    """tile_table() as kernels/flash.py reads it: int32 (tiles, 2 + others), one line per tile of rows (form="rows") or
-    of columns (form="columns"): how many tiles it visits, how many of these the mask cuts, then their numbers, the cut
-    ones first. 4 (T / block_m) (T_k / block_n) bytes: 1 MiB for 64k tokens and tiles of 128."""
+    """tile_table() as kernels/flash.py reads it: int32 (tiles, 2 + tiles of the other side), a line per tile of rows
+    (form="rows") or of columns (form="columns"): how many tiles it visits, how many of these the mask cuts, then their
+    numbers, the cut ones first. 4 (T / block_m) (T_k / block_n) bytes: 1 MiB for 64k tokens and tiles of 128."""
     visited, whole = (x[0] for x in tile_table(problem._replace(spans=None), block_m, block_n, device))
     whole = whole & (problem.spans is None)  # the table is for all sequences, and a document may end in any tile
     if form == "columns":  # rows past the last have the weight 0

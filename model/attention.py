@@ -49,12 +49,12 @@ class AttentionConfig:
     """What attention computes, and with which implementation. Raises ValueError for invalid options."""
 
     impl: str = key("auto", among="auto (chosen at start-up, by resolve()) | naive | tiled | triton | sdpa")
-    block_m: int = key(96, "query rows per tile (tiled)", least=1, usual="64 to 128 are usual")
-    block_n: int = key(96, "key rows per tile (tiled)", least=1, usual="64 to 128 are usual")
-    softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, usual="null: 1 / sqrt(head size)")
+    block_m: int = key(96, "query rows per tile (tiled)", least=1, note="64 to 128 are usual")
+    block_n: int = key(96, "key rows per tile (tiled)", least=1, note="64 to 128 are usual")
+    softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, note="null: 1 / sqrt(head size)")
     softcap: float | None = key(None, "bounds the scores by softcap * tanh(score / softcap); null: off", least=1e-6)
     alibi: bool = key(False, "subtracts slope * distance from the scores; meant for model.position=none")
-    window: int | None = key(None, "how many keys a query sees, its own included", least=1, usual="null: all past keys")
+    window: int | None = key(None, "how many keys a query sees, its own included", least=1, note="null: all past keys")
     windows: list[int | None] | None = key(None, "one window per layer, repeated: [128,128,128,null]", least=1)
     documents: bool = key(False, "a token sees only its own document (a sequence may hold several)")
     block_mask: list[str] | None = key(None, "which blocks to compute: rows of x (compute) and . (skip)")
@@ -141,7 +141,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """PyTorch's scaled_dot_product_attention. Dropout is PyTorch's own: another mask, and dropout_p is not rounded."""
     T, T_k, causal, bias = problem.T, problem.T_k, problem.causal, None
     if causal and T != T_k:  # is_causal aligns the first row and key, not the last ones. A single query sees all keys
-        causal, bias = False, visible(problem, range(T), range(T_k), q.device)[0] if T > 1 else None
+        causal, bias = False, (visible(problem, range(T), range(T_k), q.device)[0] if T > 1 else None)
     return F.scaled_dot_product_attention(
         q, k, v, bias, problem.dropout_p, is_causal=causal, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # a mystery by its name
     )  # fmt: skip
 
 

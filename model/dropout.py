@@ -5,7 +5,7 @@ computes it again. Rows and columns count from 0 in the whole sequence, whatever
 
 Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds,
 the fewest that pass the paper's statistical tests. Its counter is four 32-bit words; a single one, (n*T + row)*T_k +
-column, would overflow and repeat the mask from T = 18,919 on with 12 heads.
+column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights, 8 bits each:

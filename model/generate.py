@@ -20,8 +20,8 @@ WARM_UP = 2  # tokens before the CUDA graph is recorded: in them kernels are com
 
 @dataclass
 class Sampler:
-    temperature: float = key(0.8, "divides the logits; low: less random", least=0, most=1e30, usual="0: the likeliest")
-    top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, usual="null: from all")
+    temperature: float = key(0.8, "divides the logits; low: less random", least=0, most=1e30, note="0: the likeliest")
+    top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, note="null: from all")
     top_p: float = key(1.0, "sample from the most likely tokens that add up to this probability", above=0, most=1)
 
     def __post_init__(self):
@@ -46,7 +46,7 @@ class Sampler:
 
 @torch.inference_mode()
 def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=None, cache=True) -> Iterator[Tensor]:
-    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T at least 1. ValueError for logits of NaN."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError where next() sees NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context = model.config.context_length
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -85,7 +85,7 @@ class Decoder:
     def decode(self) -> Tensor:
         """The token after the last one."""
         assert self.cache is not None, "prefill() a text first"
-        records = self.token.is_cuda and self.cache.position is not None
+        records = self.token.is_cuda and self.cache.position is not None  # with attention=triton
         if records and self.decoded == WARM_UP:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:

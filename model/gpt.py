@@ -29,7 +29,7 @@ class GPTConfig:
 
     n_layer: int = key(12, "number of blocks", least=1)
     n_head: int = key(12, "query heads; the head size is n_embd / n_head", least=1)
-    n_kv_head: int | None = key(None, "key/value heads; fewer: grouped-query attention", least=1, usual="null: n_head")
+    n_kv_head: int | None = key(None, "key/value heads; fewer: grouped-query attention", least=1, note="null: n_head")
     n_embd: int = key(768, "width of the residual stream", least=1)
     context_length: int = key(1024, "the longest sequence, in tokens", least=1)
     vocab_size: int | None = key(None, "null: the tokenizer's, rounded up to a multiple of 64 on a GPU", least=1)
@@ -40,7 +40,7 @@ class GPTConfig:
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
     bigram_rows: int | None = key(0, "rows of a second embedding, read at a hash of a token and the one before",
-                                  least=0, usual="null: 131072, or none for a text below 2.6 M tokens")  # fmt: skip
+                                  least=0, note="null: 131072, or none for a text below 2.6 M tokens")  # fmt: skip
     bigram_width: int = key(64, "width of these rows, before a matrix widens them to n_embd", least=1)
     mix_x0: bool = key(False, "before each block x = a x + b x0: x0 is the embedding, a and b are learned")
     residual_dtype: str = key("float32", "dtype of the stream", among="float32 | autocast (bf16 with dtype=bf16)")
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        o = attend(q, k, v, self.attention_config, seed=seed, spans=spans, break_it=self.break_it)
+        o = attend(q, k, v, self.attention_config, seed=seed, spans=spans, break_it=self.break_it)  # causal
         return self.out(o.transpose(1, 2).reshape(B, T, C))
 
 
@@ -201,8 +201,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read only with attention.documents. sequence: None if idx are whole sequences; else
-        what idx are a part of (KVCache, Ulysses): its place() and attends() stand in for place() and attention()."""
+        documents: integers (B, T), read only with attention.documents. sequence: None, or a KVCache, a Ulysses or the
+        probe's Recorder: its place() and attends() then stand in for place() and attention()."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -254,7 +254,7 @@ def keep_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def draws_from_torch(config: GPTConfig, attention_config: AttentionConfig) -> bool:
-    """Whether some dropout draws from torch's generator: nn.Dropout and sdpa do, our attention has a seed."""
+    """Whether a block draws from torch's generator: nn.Dropout and sdpa do, our attention gets a seed from outside."""
     return config.dropout_p > 0 or (attention_config.impl == "sdpa" and attention_config.dropout_p > 0)
 
 

@@ -2,7 +2,7 @@
 
     o, lse, lse2 = flash_attention(q, k, v, impl, block_m, block_n, *problem)
 
-It saves q, k, v, o and lse2 for the backward. An op takes no Problem, so it takes the fields of one.
+It saves q, k, v, o, lse2 and Problem's tensors for the backward. An op takes no Problem, so it takes the fields of one.
 """
 
 import torch
@@ -51,7 +51,7 @@ flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt
 @torch.library.register_fake("tilegpt::attention")
 def fake_forward(q, k, v, *options):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return empty_heads(q), lse, torch.empty_like(lse)
+    return empty_heads(q), lse, torch.empty_like(lse)  # o (B, H, T, D), which lies in memory as (B, T, H, D)
 
 
 @torch.library.register_fake("tilegpt::attention_backward")

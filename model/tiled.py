@@ -52,7 +52,7 @@ def tile(x: Tensor, part: range) -> Tensor:
 def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch = None) -> tuple[Tensor, ...]:
     """Steps 1 to 6: o like q; lse (B, H, T) in the dtype of sums; lse in base 2 for the backward."""
     (B, H, T, D), dtype, broken = q.shape, q.dtype, problem.broken
-    o = empty_heads(q)
+    o = empty_heads(q)  # (B, H, T, D), which lies in memory as (B, T, H, D)
     q, k, v = by_key_head(k.shape[1], q, k, v)
     lse, lse2 = q.new_empty(B, H, T), q.new_empty(B, H, T)
     # LOWEST, not the papers' -inf: in a hidden first tile exp(-inf - -inf) is NaN.
@@ -63,7 +63,7 @@ def forward(q, k, v, problem: Problem, block_m: int, block_n: int, watch: Watch 
         l, acc = torch.zeros_like(m), torch.zeros_like(q_i)
         for columns, cut in tiles:
             s, _ = scores(q_i, tile(k, columns), rows, columns, cut, problem)  # 1, 2
-            p, m, l, alpha = online_softmax(s if watch is None else s.clone(), m, l, broken)  # 3: p takes its place
+            p, m, l, alpha = online_softmax(s if watch is None else s.clone(), m, l, broken)  # 3: p overwrites s
             z = dropout_factor(p, rows, columns, problem)  # 4
             zp = (p if z is None else z * p).to(dtype).to(p.dtype)
             acc = alpha * acc + zp @ tile(v, columns)  # 5
@@ -135,7 +135,7 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
         s = (s.view(-1, *bias.shape) - bias).view_as(s)  # s (N, G R, S) is read as (B, H, R, S)
     if cut:
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R, S): the same for all heads
-        # s is read as (1 or B, heads, R, S). On a CPU masked_fill takes twice as long as exp2.
+        # s is read as (1 or B, heads, R, S). Added, because on a CPU masked_fill takes twice as long as exp2.
         s.view(len(seen), -1, *seen.shape[2:]).add_(torch.where(seen, 0.0, -INF))
     return s, softcap_grad
 

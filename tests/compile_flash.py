@@ -96,11 +96,11 @@ def hopper_forward(dtype: str, D: int) -> None:
 
 
 def hopper_backward(dtype: str, D: int) -> None:
-    """With two query heads a key head and with one; without dropout and with it."""
+    """With two query heads a key head and with one, also of a long context; without dropout and with it."""
     q, lse = empty(1, 4, 500, D, dtype=dtype), empty(1, 4, 500)
-    for H_kv, more in product((2, 4), ({}, DROPOUT)):
-        k = empty(1, H_kv, 500, D, dtype=dtype)
-        launch_backward(q, k, k, q, lse, q, lse, q, k, k, PLAIN._replace(**more))
+    for (H_kv, T_k), more in product(((2, 500), (4, 500), (4, 2**15))[: 3 if D == 128 else 2], ({}, DROPOUT)):
+        k = empty(1, H_kv, T_k, D, dtype=dtype)
+        launch_backward(q, k, k, q, lse, q, lse, q, k, k, PLAIN._replace(T_k=T_k, **more))
 
 
 def a_token(dtype: str, D: int) -> None:

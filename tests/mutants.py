@@ -36,8 +36,7 @@ TABLE = {
         ("lse has no gradient", "lse2, do, dlse, *options), q, k)", "lse2, do, None, *options), q, k)", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
-        ("tiled holds T x T floats", "o = empty_heads(q)\n", "o, t = empty_heads(q), q.new_empty(B, H, T, T)\n",
-         "bench"),
+        ("tiled holds T x T floats", "o = empty_heads(q)", "o, t = empty_heads(q), q.new_empty(B, H, T, T)", "bench"),
         ("dk lacks the scale", "dk *= problem.scale", "dk *= 1.0", "attention"),
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [

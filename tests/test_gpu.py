@@ -112,7 +112,8 @@ WIDE = [
     Case(700, 900, H=4, H_kv=1, D=64, dropout_p=0.2), Case(700, 900, H=4, H_kv=1, D=128, dropout_p=0.2),
     Case(900, D=64, window=300), Case(900, D=128, window=300), Case(900, 1300, D=64, window=600, dropout_p=0.1),
     Case(900, D=128, documents=(100, 0, 513, 287), dropout_p=0.1),
-    Case(600, 700, H=4, H_kv=2, D=64, documents="shuffled"),
+    Case(600, 700, H=4, H_kv=2, D=64, documents="shuffled"), Case(900, 33000, B=1, H=3, D=128),
+    Case(600, 33000, B=1, H=3, D=128, dropout_p=0.1),  # tiles of keys in waves
 ]  # fmt: skip
 
 
@@ -189,8 +190,8 @@ def test_sequences_past_two_to_the_31_numbers_have_the_bits_of_one_alone(kernels
         assert torch.equal(found[-1:], right)
 
 
-SAME = [Case(T, B=2, H=12, H_kv=4, D=D, dropout_p=p) for T, D, p in
-        ((1500, 64, 0.0), (1500, 128, 0.0), (2500, 64, 0.0), (1500, 64, 0.1), (1500, 128, 0.1))]  # fmt: skip
+SAME = [Case(300, 33000, B=1, H=3, D=128), *(Case(T, B=2, H=12, H_kv=4, D=D, dropout_p=p) for T, D, p in
+        ((1500, 64, 0.0), (1500, 128, 0.0), (2500, 64, 0.0), (1500, 64, 0.1), (1500, 128, 0.1)))]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SAME, ids=case_name)

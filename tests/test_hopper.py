@@ -60,7 +60,7 @@ VALUES = [
     Case(200, B=2, H=1, D=128, documents=(140, 0, 60)), Case(150, 300, B=1, D=64, documents=(230, 70), causal=False),
     Case(150, 300, B=2, H=2, H_kv=1, D=64, documents=(100, 1, 199), window=70),
     Case(128, 129, B=1, H=1, D=64, window=2),  # only the last row sees a key of the last tile
-    Case(130, 200, B=1, H=1, D=128, window=40, causal=False),
+    Case(130, 200, B=1, H=1, D=128, window=40, causal=False), Case(150, 360, B=1, H=3, D=128),  # the last in waves
     Case(70, B=2, H=6, H_kv=3, D=64, dropout_p=0.2), Case(264, 200, B=1, D=128),  # rows see no key, the mask cuts once
 ]  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_heads_that_are_not_computed_at_once_take_turns(limit, value, monkeypatc
 
 FORWARD = [Case(400, D=64, B=1, H_kv=1), Case(456, 2120, D=64, B=1, H=1), Case(260, D=128, B=1)]
 FORWARD += [Case(500, D=64, B=1, H=1, window=70)]
-BACKWARD = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2)]
+BACKWARD = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2), Case(150, 360, D=128, B=1)]
 BACKWARD += [replace(case, dropout_p=0.1) for case in BACKWARD] + [Case(150, 330, D=128, B=1, H=2, H_kv=1)]
 ORDERS = [(forward, case) for case in FORWARD] + [(backward, case) for case in BACKWARD]
 
@@ -133,7 +133,7 @@ WAITS = {
     "written": (BACKWARD[0], "wait_written()\n", "pass\n"),
     "kv": (BACKWARD[0], "mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)", "pass"),
     "ds": (BACKWARD[0], "if how.LATE and not how.DROPOUT:\n        mbarrier", "if False:\n        mbarrier"),
-    "drawn": (BACKWARD[2], "if how.LATE:\n            mbarrier.wait(", "if False:\n            mbarrier.wait("),
+    "drawn": (BACKWARD[3], "if how.LATE:\n            mbarrier.wait(", "if False:\n            mbarrier.wait("),
     "ds_full": (BACKWARD[0], "mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)", "pass"),
     "dq": (BACKWARD[0], "mbarrier.wait(shared.dq_free.index((count & 1) * 2 + C), count >> 1 & 1 ^ 1)", "pass"),
     "k": (BACKWARD[0], "mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)", "pass"),

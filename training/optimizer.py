@@ -20,12 +20,12 @@ class OptimizerConfig:
     """GPT-3's published settings (arXiv 2005.14165, appendix B). By default lr depends on the model's width."""
 
     kind: str = key("adamw", among="adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)")
-    lr: float | None = key(None, "peak learning rate", above=0, usual="null: by width; adamw 6e-4, muon 1.2e-3 at 768")
+    lr: float | None = key(None, "peak learning rate", above=0, note="null: by width; adamw 6e-4, muon 1.2e-3 at 768")
     schedule: str = key("cosine", "learning rate schedule", among="cosine | wsd (warm-up, stable, then linear decay)")
     decay_fraction: float = key(0.2, "fraction of the steps in wsd's decay (arXiv 2405.18392)", above=0, most=1)
     min_lr_ratio: float = key(0.1, "final learning rate as a fraction of the peak; 1: a constant rate", least=0, most=1)
     warmup_steps: int | None = key(None, "steps over which the learning rate rises to its peak", least=0,
-                                   usual="null: 100, at most a fifth of all")  # fmt: skip
+                                   note="null: 100, at most a fifth of all")  # fmt: skip
     weight_decay: float = key(0.1, "weight decay of matrices and embeddings, for Muon and AdamW", least=0)
     beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1)
     beta2: float = key(0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1)

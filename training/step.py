@@ -40,7 +40,7 @@ class StepStats(NamedTuple):
     loss: float  # nats per token, mean over all micro-batches
     grad_norm: float  # of the whole gradient, before clipping
     loss_scale: float  # in fp16; 1 in other dtypes
-    stopped: bool  # this update or one before it was skipped, because loss or gradient was not finite
+    stopped: bool  # by the guard: this update or one before it was skipped; not by an overflow in fp16 alone
 
 
 class PendingStats(NamedTuple):
@@ -71,8 +71,8 @@ def choose_mode(
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # recomputed(), on the host
-    captures = compiles and not saves_rng and not sharded  # FSDP2 gathers weights in hooks
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # in recomputed()
+    captures = compiles and not saves_rng and not sharded  # a graph has no copy to the host, nor FSDP2's hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
@@ -116,7 +116,7 @@ class TrainStep:
         self.stats = torch.zeros(4, device=device)
 
     def __call__(self, batch: Batch, lr: float) -> PendingStats:
-        """Enqueues one update. batch: int64 (micro-batches, B, T), on the CPU."""
+        """Enqueues one update. batch: (micro-batches, B, T), on the CPU."""
         cuda = self.device.type == "cuda"
         if self.batch is None:
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
@@ -144,13 +144,13 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
             with self.autocast:
-                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # this rank's x, y
+                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # with Ulysses T/N tokens
             self.scaler.scale(share).backward()
             loss += share.detach()
         # All-reduce: sums gradients in place, returns the summed loss.
         loss = self.ranks.all_reduce(loss, self.model.parameters())
 
-        # Clip. In two calls, because the guard needs the norm of the whole gradient, which FSDP2 has in parts.
+        # Clip. In two calls: the guard needs the norm without grad_clip, too, and FSDP2 has it in parts.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = full_tensor(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))

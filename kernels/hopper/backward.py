@@ -53,9 +53,11 @@ KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether step() computes dq of the tile before, so that no consumer waits for the other's ds of this tile.
-# The fastest orders tried, after ds: D = 64 dq of the tile before, dk; D = 128 dq, dk if G = 1, else dk, dq.
+# After ds, the fastest tried: D = 64: dq of the tile before, dk; D = 128: dq, dk if G = 1 without waves, else dk, dq.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if G > 1. Measured
+WAVE = gl.constexpr(128)  # tiles of keys of a wave, about as many as there are programs
+LONG = 2**15  # keys from which on there are waves with the causal mask, G = 1 and D = 128. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -68,6 +70,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
+    WAVES: gl.constexpr  # the tiles of keys are taken in waves: item_at()
     DQ_FIRST: gl.constexpr  # a step starts dq before dk, and hands it over while dk is computed. Always, if LATE
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
@@ -82,7 +85,7 @@ Task = namedtuple("Task", "begin heads H T T_k scale2 dk_scale dv_scale seed thr
 # What lies in shared memory. Places for tiles:
 #     k, v     (2, 1, 1, KEYS, D): one of each consumer; in the end dk and dv, too
 #     q, do    (2, 1, 1, BLOCK_M, D)
-#     terms    (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
+#     terms    (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta; with q's barriers
 #     ds       (4, KEYS, BLOCK_M): of two tiles by two consumers
 #     dq       (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
 #     taken    (2, 32): the number of the tile of keys, and of the next
@@ -108,14 +111,15 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
+    waves = problem.causal and D == 128 and G == 1 and T_k >= LONG
     for begin in range(0, B * H_kv, at_once):
         heads = min(at_once, B * H_kv - begin)
-        items = -(-T_k // (2 * KEYS)) * heads
+        items = -(-T_k // (2 * KEYS)) * heads  # that have keys
         counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
-            how(D, G, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, waves, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(heads * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
@@ -123,9 +127,10 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, G: int, causal: bool, dropout: bool) -> How:
-    dq_first, turns = (LATE[D] or G == 1), (2 if LATE[D] and not dropout else 0)  # where they were faster
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], dq_first, turns, causal, dropout)))
+def how(D: int, G: int, waves: bool, causal: bool, dropout: bool) -> How:
+    dq_first = LATE[D] or (G == 1 and not waves)  # where it was faster, as turns
+    turns = 2 if LATE[D] and not dropout else 0
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], waves, dq_first, turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -170,7 +175,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
 # 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # compiled once for all lengths
+@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # compiled once for all, but how.WAVES
 def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H, T, T_k, scale2, dk_scale,
                     dv_scale, seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
@@ -201,34 +206,47 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H,
 
 @gluon.jit
 def items_of(task, how: gl.constexpr):
-    """How many tiles of 2 * KEYS keys there are."""
-    return task.heads * gl.cdiv(task.T_k, 2 * how.KEYS)
+    """How many tiles of 2 * KEYS keys there are. Waves are whole: the last tiles of a head may have no keys."""
+    per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
+    return task.heads * (gl.cdiv(per_head, WAVE) * WAVE if how.WAVES else per_head)
 
 
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
-    """key_head and a tile of keys; of the tiles of queries the first that sees it, the first that the mask does not
-    cut, and the number of all. With G = 1 the last keys of a head come first: an item adds after earlier ones only,
-    and these have the fewest tiles of queries, so it seldom waits. With G > 1, where q and do would not fit the L2
-    cache, all visit the same queries at the same time; the first keys, which have the most, come first."""
+    """key_head and a tile of keys; whether it visits tiles of queries downwards; the lowest of them that sees it; the
+    lowest that the mask does not cut; how many there are, or 0 past the last key. An item waits for earlier ones only.
+
+    With G = 1 the last keys of a head come first and visit the queries upwards. With the causal mask each begins at its
+    own diagonal, so an item seldom waits for its turn. With G > 1 the q and do in use would not fit the L2 cache so:
+    all visit the same queries at the same time, downwards, and the first keys, which have the most, come first. With
+    waves, two heads alternate: one upwards, where each item takes longer than the one before, so that the programs move
+    apart, and one downwards, where it takes less time and they meet again."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
+    stop = gl.cdiv(task.T, how.BLOCK_M)
+    down = how.G > 1
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
         key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
-    stop = gl.cdiv(task.T, how.BLOCK_M)
+    if how.WAVES:
+        waves = gl.cdiv(per_head, WAVE)
+        key_head, wave = in_sections(item // WAVE, waves, 2, task.heads)
+        tile = wave * WAVE + item % WAVE
+        down = key_head % 2 == 1
+        tile = gl.where(down, tile, waves * WAVE - 1 - tile)
+        stop = gl.where(tile < per_head, stop, 0)
     first, whole = 0, 0
     if how.CAUSAL:
         low = tile * (2 * how.KEYS) + task.T - task.T_k
         first = gl.maximum(low, 0) // how.BLOCK_M
         whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
-    whole = gl.where((tile + 1) * (2 * how.KEYS) > task.T_k, stop, whole)
-    return key_head, tile, first, whole, stop
+    whole = gl.where((tile + 1) * (2 * how.KEYS) > task.T_k, stop, whole)  # those past the last key are masked
+    return key_head, tile, down, first, whole, stop
 
 
 @gluon.jit
-def nth_tile(x, first, stop, how: gl.constexpr):
+def nth_tile(x, first, stop, down):
     """The tile of queries, of first to stop - 1, that is visited after x others."""
-    return first + x if how.G == 1 else stop - 1 - x
+    return gl.where(down, stop - 1 - x, first + x)
 
 
 @gluon.jit
@@ -247,7 +265,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     item = gl.atomic_add(counters, 1)  # not program_id: those that it adds after must have begun
     tell(shared, nth, item)
     while item < items_of(task, how):
-        key_head, tile, first, _, stop = item_at(item, task, how)
+        key_head, tile, down, first, _, stop = item_at(item, task, how)
         b, h_kv = head_at(key_head, task, how)
         mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
@@ -256,7 +274,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
             async_load(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
             async_load(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
         for x in range(stop - first):
-            t = nth_tile(x, first, stop, how)
+            t = nth_tile(x, first, stop, down)
             for g in range(how.G):
                 h, place, phase = h_kv * how.G + g, count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
@@ -269,7 +287,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
                 mbarrier.expect(full, do.block_type.nbytes)
                 async_load(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
-        # Not earlier: other programs may already wait for the sums of the tile that is taken here.
+        # Not earlier: from now on others may take later tiles of keys, which wait for the sums of this one.
         item = gl.atomic_add(counters, 1)
         nth += 1
         tell(shared, nth, item)
@@ -295,20 +313,18 @@ def told(shared, nth, WARPS: gl.constexpr):
 
 @gluon.jit
 def adder(shared, sums, counters, task, how: gl.constexpr, C: gl.constexpr):
-    """Adds the C-th consumer's halves of dq to the sums, each at its turn."""
+    """Adds the C-th consumer's halves of dq to the sums. Tiles of keys add to a tile of dq in the order of items."""
     count = 0
     nth = 0  # of the tiles of keys that this program takes
     item = told(shared, nth, 1)
     while item < items_of(task, how):
-        key_head, tile, first, _, stop = item_at(item, task, how)
+        key_head, tile, down, first, _, stop = item_at(item, task, how)
         for x in range(stop - first):
-            t = nth_tile(x, first, stop, how)
-            before = tile  # how many add to tile t earlier: the tiles of keys to the left, or if G = 1 to the right
-            if how.G == 1:
-                last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # the last tile of keys that tile t sees
-                if how.CAUSAL:
-                    last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
-                before = last - tile
+            t = nth_tile(x, first, stop, down)
+            last = gl.cdiv(task.T_k, 2 * how.KEYS) - 1  # the last tile of keys that tile t sees
+            if how.CAUSAL:
+                last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + task.T_k - task.T) // (2 * how.KEYS))
+            before = gl.where(down, tile, last - tile)  # how many add earlier: 0 to tile - 1, or tile + 1 to last
             for g in range(how.G):
                 half = ((key_head * how.G + g) * stop + t) * 2 + C
                 added = counters + (1 + half)
@@ -351,17 +367,19 @@ def consumer(shared, dk, dv, task, how: gl.constexpr, C: gl.constexpr):
 def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys; hands over half of each tile of dq. phase: of kv_full. Returns the new count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    key_head, tile, first, whole, stop = item_at(item, task, how)
+    key_head, tile, down, first, whole, stop = item_at(item, task, how)
     column0 = (2 * tile + C) * how.KEYS
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     first_count = count
     head = (task.begin + key_head) * how.G
-    for part in gl.static_range(2):  # masked tiles are part 0, or part 1 where nth_tile() counts down (G > 1)
+    for part in gl.static_range(1 if how.WAVES else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
+        if how.WAVES:  # one part, all masked: those cut come first or last, and registers do not suffice for three
+            low, high = first, stop
         for x in range(high - low):
-            t = nth_tile(x, low, high, how)
+            t = nth_tile(x, low, high, down)
             for g in range(how.G):
                 dk_c, dv_c = step(dk_c, dv_c, count, first_count, head + g, t, column0, shared, task, seed,
                                   part == (how.G > 1), how, C)  # fmt: skip
@@ -403,7 +421,7 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
     if how.DROPOUT:
-        if how.LATE:
+        if how.LATE:  # draw() writes to the place of ds
             mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
         bits = draw(n, t * how.BLOCK_M, column0, seed, task.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
@@ -470,8 +488,8 @@ def await_dq_place(count, shared, C: gl.constexpr):
 
 @gluon.jit
 def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Gives half of a tile of dq to the adder. If how.LATE, frees the ds that it came from first: the other consumer
-    may wait for it."""
+    """Gives half of a tile of dq to the adder. If how.LATE, first frees the ds that it was computed from: the other
+    consumer may wait for it."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
     if how.DQ_FIRST:

@@ -132,8 +132,8 @@ def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k,
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
         gl.allocate_shared_memory(v.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], v.layout),
         gl.allocate_shared_memory(o.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], o.layout),
-        barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),  # full; free:
-        barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
+        barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),  # full
+        barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),  # free
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
     )  # fmt: skip
@@ -228,8 +228,8 @@ def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
         group = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        # Here was the number of the group before this one, which all consumers have read: q of this group has been
-        # copied over the q of that. Each thread writes to a place of its own; the first is read.
+        # The place held the number of the group before the one just copied. All consumers have read that: they have
+        # freed its q. Each thread writes to a place of its own; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
@@ -416,8 +416,8 @@ def online_softmax(s, m, l, scale2):
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
 
-# $1: two elements. $2, $3: their keep. $4 (and $5): which byte of it. For each nibble of `pick` prmt repeats a byte's
-# sign: `mask` gets 16 bits of $2's, and 16 of $3's.
+# $1: two elements. $2, $3: their keep. $4 (and $5): its byte. A nibble 8 + b of `pick` makes prmt repeat the sign of
+# byte b of $2, and 12 + b of $3: `mask` gets 16 bits of $2's, and 16 of $3's.
 KEPT = gl.constexpr("""{
     .reg .b32 mask, pick;
     mad.lo.u32 pick, $4, 0x1111, 0xcc88;
@@ -426,8 +426,8 @@ KEPT = gl.constexpr("""{
 }""")
 
 
-# The layout (16, 32) of a tile's Philox calls. An index lacks bits 3 and 4 of i or j: [8, 0] is bit 5 of i. As in a
-# product's result, bits 1, 2 of j and 0 to 2 of i are the thread, bit 5 of i a pair of warps, which share its calls.
+# The layout (16, 32) of a tile's Philox calls. i and j lack bits 3 and 4: [8, 0] is bit 5 of i, [0, 8] and [0, 16] bits
+# 5 and 6 of j. Threads as in a product's result. There bit 5 of i is a pair of warps: bit 6 of j divides their calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
 # The layout (16, 32, 2, 2) of words: each thread has those of its own elements. Bit 3 of i is a register, bit 4 a warp.
