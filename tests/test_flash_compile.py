@@ -123,15 +123,15 @@ def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_
 def test_the_backward_for_hopper_keeps_its_tiles_in_registers_and_nothing_waits_for_its_products(kernels):
     """Some integers are spilled: a tile of 64 x 128 numbers would be 32 KiB."""
     found = kernels(90, HOPPER_BACKWARD)
-    assert len(found) == 4 + 4
-    for kernel in found:
+    for kernel, loops in zip(found, [2] * 4 + [2] * 4 + [1] * 2, strict=True):
         assert not kernel["warnings"]
         assert kernel["spills"] <= (448 if kernel["case"][2] == 64 else 320)
-        # For each of two consumers, in the loop over tiles that the mask cuts and in that over whole ones: s, dp, dv,
-        # dk and dq, of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions. Head size 64: and dq of the last tile.
+        # For each of two consumers, in the loop over tiles that the mask cuts and in that over whole ones (with waves
+        # in one over all): s, dp, dv, dk and dq, of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions. Head size 64:
+        # and dq of the last tile.
         D = kernel["case"][2]
         step = 2 * D // 16 + 2 * (128 * 64 // D) // 16 + 8
-        assert kernel["wgmma"] == 2 * (2 * step + 8 * (D == 64))
+        assert kernel["wgmma"] == 2 * (loops * step + 8 * (D == 64))
 
 
 @slow

@@ -133,7 +133,7 @@ WAITS = {
     "written": (BACKWARD[0], "wait_written()\n", "pass\n"),
     "kv": (BACKWARD[0], "mbarrier.wait(shared.kv_free.index(0), nth & 1 ^ 1)", "pass"),
     "ds": (BACKWARD[0], "if how.LATE and not how.DROPOUT:\n        mbarrier", "if False:\n        mbarrier"),
-    "drawn": (BACKWARD[3], "if how.LATE:\n            mbarrier.wait(", "if False:\n            mbarrier.wait("),
+    "drawn": (BACKWARD[3], "if how.LATE:  # draw()", "if False:  # draw()"),
     "ds_full": (BACKWARD[0], "mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)", "pass"),
     "dq": (BACKWARD[0], "mbarrier.wait(shared.dq_free.index((count & 1) * 2 + C), count >> 1 & 1 ^ 1)", "pass"),
     "k": (BACKWARD[0], "mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)", "pass"),
