@@ -173,7 +173,7 @@ def set_up(composed: DictConfig) -> Run:
                     random_offset=cfg.data.source not in SHORTEST,  # made data: each document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     torch.manual_seed(cfg.seed)
-    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)
+    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # each rank gets a seed of its own
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
