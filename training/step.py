@@ -40,7 +40,7 @@ class StepStats(NamedTuple):
     loss: float  # nats per token, mean over all micro-batches
     grad_norm: float  # of the whole gradient, before clipping
     loss_scale: float  # in fp16; 1 in other dtypes
-    stopped: bool  # by the guard: this update or one before it was skipped; not by an overflow in fp16 alone
+    stopped: bool  # the guard skipped this update or one before it, and not for an overflow in fp16 alone
 
 
 class PendingStats(NamedTuple):
@@ -72,7 +72,7 @@ def choose_mode(
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
     saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # in recomputed()
-    captures = compiles and not saves_rng and not sharded  # a graph has no copy to the host, nor FSDP2's hooks
+    captures = compiles and not saves_rng and not sharded  # a graph takes no copy to the host, no FSDP2 hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")

@@ -70,7 +70,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
-    WAVES: gl.constexpr  # the tiles of keys are taken in waves: item_at()
+    IN_WAVES: gl.constexpr  # the tiles of keys are taken in waves: item_at()
     DQ_FIRST: gl.constexpr  # a step starts dq before dk, and hands it over while dk is computed. Always, if LATE
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
@@ -111,15 +111,15 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
-    waves = problem.causal and D == 128 and G == 1 and T_k >= LONG
+    in_waves = problem.causal and D == 128 and G == 1 and T_k >= LONG
     for begin in range(0, B * H_kv, at_once):
         heads = min(at_once, B * H_kv - begin)
-        items = -(-T_k // (2 * KEYS)) * heads  # that have keys
+        items = -(-T_k // (2 * KEYS)) * heads  # those that have keys
         counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
-            how(D, G, waves, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, in_waves, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(heads * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
@@ -127,10 +127,10 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, G: int, waves: bool, causal: bool, dropout: bool) -> How:
-    dq_first = LATE[D] or (G == 1 and not waves)  # where it was faster, as turns
+def how(D: int, G: int, in_waves: bool, causal: bool, dropout: bool) -> How:
+    dq_first = LATE[D] or (G == 1 and not in_waves)  # where it was faster; so were turns below
     turns = 2 if LATE[D] and not dropout else 0
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], waves, dq_first, turns, causal, dropout)))
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], in_waves, dq_first, turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -175,7 +175,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
 # 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # compiled once for all, but how.WAVES
+@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # only how.IN_WAVES depends on lengths
 def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H, T, T_k, scale2, dk_scale,
                     dv_scale, seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
@@ -206,9 +206,9 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H,
 
 @gluon.jit
 def items_of(task, how: gl.constexpr):
-    """How many tiles of 2 * KEYS keys there are. Waves are whole: the last tiles of a head may have no keys."""
+    """How many tiles of 2 * KEYS keys there are. Waves are whole: a head's last tiles may have no keys."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
-    return task.heads * (gl.cdiv(per_head, WAVE) * WAVE if how.WAVES else per_head)
+    return task.heads * (gl.cdiv(per_head, WAVE) * WAVE if how.IN_WAVES else per_head)
 
 
 @gluon.jit
@@ -217,17 +217,17 @@ def item_at(item, task, how: gl.constexpr):
     lowest that the mask does not cut; how many there are, or 0 past the last key. An item waits for earlier ones only.
 
     With G = 1 the last keys of a head come first and visit the queries upwards. With the causal mask each begins at its
-    own diagonal, so an item seldom waits for its turn. With G > 1 the q and do in use would not fit the L2 cache so:
-    all visit the same queries at the same time, downwards, and the first keys, which have the most, come first. With
-    waves, two heads alternate: one upwards, where each item takes longer than the one before, so that the programs move
-    apart, and one downwards, where it takes less time and they meet again."""
+    own diagonal, so an item seldom waits for its turn. With G > 1 the q and do in use would not fit the L2 cache
+    then: so all visit the same queries at the same time, downwards, and the first keys, which have the most, come
+    first. In waves, two heads alternate: one upwards, where each item takes longer than the one before, so that the
+    programs move apart, and one downwards, where each takes less time and they meet again."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     down = how.G > 1
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
         key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
-    if how.WAVES:
+    if how.IN_WAVES:
         waves = gl.cdiv(per_head, WAVE)
         key_head, wave = in_sections(item // WAVE, waves, 2, task.heads)
         tile = wave * WAVE + item % WAVE
@@ -374,9 +374,9 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     mbarrier.wait(shared.kv_full.index(0), phase)
     first_count = count
     head = (task.begin + key_head) * how.G
-    for part in gl.static_range(1 if how.WAVES else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
+    for part in gl.static_range(1 if how.IN_WAVES else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
-        if how.WAVES:  # one part, all masked: those cut come first or last, and registers do not suffice for three
+        if how.IN_WAVES:  # one part, all masked: those that are cut come first or last, and three need more registers
             low, high = first, stop
         for x in range(high - low):
             t = nth_tile(x, low, high, down)
