@@ -9,7 +9,7 @@
     torchrun --nproc-per-node 2 train.py                               on two GPUs
     python train.py --help                                             every key, with its meaning
 
-A run writes everything into runs/NAME: config.yaml, typed.txt, metrics.jsonl, loss.png, samples.txt, checkpoints.
+A run writes into runs/NAME: config.yaml, typed.txt, metrics.jsonl, loss.png, samples.txt, checkpoints.
 """
 
 import training  # noqa: F401 (before torch, because it sets how OpenMP's idle threads wait)
@@ -37,7 +37,7 @@ from safetensors import SafetensorError
 
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, stacked, validation_batches
-from data.made import SHORTEST
+from data.made import MADE
 from data.tokenizer import beginning, from_json, to_json, to_text
 from model.attention import resolve
 from model.generate import Sampler, generate
@@ -170,10 +170,10 @@ def set_up(composed: DictConfig) -> Run:
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    random_offset=cfg.data.source not in SHORTEST,  # made data: each document is one window
+                    random_offset=cfg.data.source not in MADE,  # there each document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     torch.manual_seed(cfg.seed)
-    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # each rank gets a seed of its own
+    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # alike on all ranks
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
@@ -268,7 +268,7 @@ def train(run: Run) -> int:
         return 128 + clock.signal
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * max(cfg.steps, run.step)}"
     say(f"done: best validation loss {loss:.4f} at step {at}; all in {run.metrics.folder}")
-    fewer = (at + min(at + cfg.eval_every, run.step)) // 2  # the lowest loss lies between two evaluations
+    fewer = (at + min(at + cfg.eval_every, run.step)) // 2  # between the best evaluation and the next
     say(f"next: {again} {more}" if at in (0, run.step) else f"next: a new run, steps={fewer}: the loss rose later")
     return 0
 
@@ -297,7 +297,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     """Saves the weights before the update, and says what to try; with probe.every also the first tile with a NaN."""
     cfg, say, step = run.cfg, run.metrics.say, update.step
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    run.step = step - 1  # later updates were skipped; the loader is past their batches and this one
+    run.step = step - 1  # those enqueued after it were skipped, too; a resume goes on with new batches
     if run.step > 0:
         save(run)
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"
@@ -362,7 +362,7 @@ def probe_attention(run: Run, failure: bool) -> None:
         calls = probe.record(train_step.model, x, documents, y)
         found = probe.effects(calls) if failure else []
     machine.set_rng_state(rng)  # training's random numbers stay as they are
-    errors = {f"{of}_error": effect.broken for of, effect in probe.worst(found).items()}
+    errors = {f"{of}_error": effect.error for of, effect in probe.worst(found).items()}
     run.metrics.log({"step": run.step, **probe.reading(calls), **errors})
     if failure:
         run.metrics.say(probe.in_words(found, run.cfg.break_it, run.step))

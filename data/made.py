@@ -22,13 +22,13 @@ KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 QUESTION = "What is the pass key? The pass key is {}."
 DIGITS = 5  # of a pass key
 LONGEST = 64  # characters of a string in its place
-SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
+MADE = {"recall": 8, "passkey": 128}  # source -> the fewest tokens of a document
 
 
 def documents(source: str, length: int) -> list[str]:
     """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context."""
-    if length < SHORTEST[source] or length % 2:
-        raise ValueError(f"model.context_length={length}: data={source} takes an even one, {SHORTEST[source]} or more")
+    if length < MADE[source] or length % 2:
+        raise ValueError(f"model.context_length={length}: data={source} takes an even one, {MADE[source]} or more")
     count = min(DOCUMENTS, BYTES // length)
     write = recall if source == "recall" else passkeys
     return [write(length, np.random.default_rng([SEED, length, i])) for i in range(count)]
@@ -66,7 +66,7 @@ def passkeys(length: int, generator: np.random.Generator) -> str:
     several have lengths drawn log-uniformly: a model first learns to copy where the number is near. In half of the
     texts that have room for it the number is a random string of up to LONGEST characters instead: five digits are too
     few tokens to learn from. Some numbers are told at the very start of a text, and some at the very end."""
-    least, text, one = SHORTEST["passkey"], "", generator.random() < 0.5
+    least, text, one = MADE["passkey"], "", generator.random() < 0.5
     while (left := length - len(text)) > 0:
         size = left if one else round(math.exp(generator.uniform(math.log(least), math.log(left))))
         size = size if left - size >= least else left  # what is left must have room for another text

@@ -64,7 +64,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, kept=None, context_len
     kept: the tokenizer for tokenizer=kept. context_length: tokens of a document of recall and passkey. runs: the folder
     of all runs, whose files are no text. data.path=- becomes the path of a copy of standard input."""
     kept = kept if tokenizer.kind == "kept" else None
-    length = context_length if data.source in made.SHORTEST else None
+    length = context_length if data.source in made.MADE else None
     if length and (kept.name if kept else tokenizer.kind) != "byte":
         raise ValueError(f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte")
     every = files_of(data, runs)

@@ -1,15 +1,15 @@
-"""Attention in four implementations, with the same arguments. The first three have the same results, dropout included.
+"""Attention in four implementations, with the same arguments. The first three differ by rounding alone.
 
     naive     the definition: builds the T x T_k matrix of weights; below
     tiled     FlashAttention in plain PyTorch, one tile at a time: model/tiled.py
     triton    the same as GPU kernels: kernels/launch.py
-    sdpa      PyTorch's own, with fewer options and another dropout mask; below
+    sdpa      PyTorch's own, with fewer options and, unlike these, a dropout mask of its own; below
 
 B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H is a multiple of H_kv), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-The steps have these numbers in every implementation and in docs/attention.md, which derives them. (naive divides by l
-before step 4.) Skip `in broken` at first reading: there break_it takes a line out.
+The steps have these numbers in naive, tiled and triton, and in docs/attention.md, which derives them. (naive divides by
+l before step 4.) Skip `in broken` at first reading: there break_it takes a line out.
 
     forward (p is exp(s - m))                           backward (p is the weight, divided by l)
     1  s = q k^T * softmax_scale (softcap, alibi)        7  delta = rowsum(do * o) - dlse
@@ -88,14 +88,14 @@ def attention(
     queries are the last T tokens. (The model makes spans if config.documents is set; attention() does not.)
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
-    Only naive has second derivatives (a gradient penalty) and a forward mode: the jvp of tiled and triton is 0."""
+    tiled and triton have no second derivatives (a gradient penalty) and no forward mode: their jvp is 0."""
     problem = problem_of(q, k, v, config, causal, seed, spans, break_it)
     match config.impl:
         case "naive":
             with without_autocast(q):
                 o, lse = naive(q, k, v, problem)
         case "tiled" | "triton":
-            o, lse, _ = flash_attention(q, k, v, config.impl, config.block_m, config.block_n, *problem)
+            o, lse, _ = flash_attention(q, k, v, config.impl, config.block_m, config.block_n, *problem)  # its fields
         case "sdpa":
             if return_lse:
                 raise ValueError("sdpa returns no lse; use tiled or triton")
@@ -203,8 +203,9 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_it=UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: sdpa; but triton for sampling and
-    where a training is faster with it, and triton, else tiled, for dropout, failures and options that sdpa lacks."""
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: triton for sampling, and where a
+    training is faster with it. Otherwise sdpa, but for what it lacks (dropout's mask, failures, options): there triton
+    if the kernels can run, else tiled."""
     if config.impl != "auto":
         return config
     if not device.startswith("cuda"):
@@ -218,7 +219,7 @@ def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_
 
 
 def check_failures(config: AttentionConfig, break_it: BreakIt, causal: bool, spans: Tensor | None) -> None:
-    """Raises ValueError for a failure that has nothing to remove."""
+    """Raises ValueError for a failure that has nothing to remove, or that the implementation lacks."""
     masked = spans is not None or config.window or config.block_mask
     nothing_to_remove = {
         "no_scale": config.softmax_scale and "softmax_scale replaces 1 / sqrt(D); leave it out",

@@ -1,7 +1,7 @@
 """The dropout mask of the attention weights: one pure function of a seed and a place.
 
-A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the backward
-computes it again. Rows and columns count from 0 in the whole sequence, whatever the tiles.
+A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So tiled and triton
+compute it again in the backward. Rows and columns count from 0 in the whole sequence, whatever the tiles.
 
 Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds,
 the fewest that pass the paper's statistical tests. Its counter is four 32-bit words; a single one, (n*T + row)*T_k +
@@ -15,8 +15,8 @@ matrix products. So one call decides for 16 weights, 8 bits each:
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. The weights of one call
-are 8 apart in rows and columns, as are the 8 or 16 numbers of a tensor core's result that one thread holds.
+Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. The 16 weights
+of a call are 8 apart in rows and columns. So one thread holds 8 or 16 of them in a tensor core's result.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.

@@ -37,8 +37,8 @@ class Sampler:
         beta = 1 / max(self.temperature, 1e-30)  # 1 / 1e-320 is infinite
         if self.top_p < 1:
             ordered, order = (logits.float() * beta).softmax(-1).sort(descending=True, dim=-1)
-            enough = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones suffice; the likeliest always stays
-            logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)  # in the vocabulary's order
+            surplus = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier suffice; the likeliest always stays
+            logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)  # in the vocabulary's order
         # A draw from softmax(beta * logits): the index of the least log E - beta * logits, E exponentially distributed.
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log_()
         return torch.sub(noise, logits, alpha=beta).argmin(-1, keepdim=True)
@@ -46,7 +46,7 @@ class Sampler:
 
 @torch.inference_mode()
 def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=None, cache=True) -> Iterator[Tensor]:
-    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError where next() sees NaN."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError for NaN in logits."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context = model.config.context_length
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -85,8 +85,8 @@ class Decoder:
     def decode(self) -> Tensor:
         """The token after the last one."""
         assert self.cache is not None, "prefill() a text first"
-        records = self.token.is_cuda and self.cache.position is not None  # with attention=triton
-        if records and self.decoded == WARM_UP:
+        may_record = self.token.is_cuda and self.cache.position is not None  # which only triton keeps on the device
+        if may_record and self.decoded == WARM_UP:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
                 self.graph.register_generator_state(self.generator)

@@ -187,7 +187,7 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """GPT-2's: normal with std 0.02; 0.02 / sqrt(2 L) for matrices that add to the stream, a sum of 2 L terms."""
+        """nanoGPT's: normal with std 0.02; 0.02 / sqrt(2 L) for matrices that add to the stream, a sum of 2 L terms."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 adds = name.endswith((".out", ".down"))
@@ -201,8 +201,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read only with attention.documents. sequence: None, or a KVCache, a Ulysses or the
-        probe's Recorder: its place() and attends() then stand in for place() and attention()."""
+        documents: integers (B, T), read only with attention.documents. sequence: None, or an object whose place() says
+        where the tokens are, and whose attends() has a function for each layer's attention: a KVCache, say."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -218,7 +218,8 @@ class GPT(nn.Module):
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
             if spans is not None:  # a document's first token has none before it (nor has position 0)
-                before = before.where(spans[:, positions, 0] < positions, -1)
+                first = spans[:, positions, 0]  # of each token's document
+                before = before.where(first < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -259,7 +260,7 @@ def draws_from_torch(config: GPTConfig, attention_config: AttentionConfig) -> bo
 
 
 def recomputed(block: Any, *inputs: Any) -> Tensor:
-    """block(*inputs), computed again in the backward. model.recompute=true keeps x, selective also o, lse, lse2."""
+    """block(*inputs), computed again in the backward. With selective, all but attention."""
     restore = draws_from_torch(block.config, block.attention.attention_config)
     selective = partial(create_selective_checkpoint_contexts, keep_attention)
     keep = selective if block.config.recompute == "selective" else noop_context_fn

@@ -29,7 +29,8 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk and dv, or (triton) one tensor of all three: see empty_gradients(). dlse: None if the loss has no lse."""
+    """dq, dk and dv, or (triton) one tensor of all three, which in_parts() splits: an op may not return views of one
+    memory. dlse: None if the loss has no lse."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)

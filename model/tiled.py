@@ -117,7 +117,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem, block_m: int, block_n
             if watch is not None:
                 watch(rows, columns, delta=delta_i, s=s, p=p, z=z, zp=zp, ds=ds, dq=dq_i, dk=dk_j, dv=dv_j)
         dq[:, :, rows.start : rows.stop] = dq_i.view(*q.shape[:2], len(rows), -1)
-    dq *= problem.scale  # here and not in every tile
+    dq *= problem.scale  # here and not in every tile; no log2(e), because ds is for natural scores
     dk *= problem.scale
     return [x.view(shape).to(dtype) for x, shape in zip((dq, dk, dv), shapes, strict=True)]
 
@@ -135,7 +135,7 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
         s = (s.view(-1, *bias.shape) - bias).view_as(s)  # s (N, G R, S) is read as (B, H, R, S)
     if cut:
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R, S): the same for all heads
-        # s is read as (1 or B, heads, R, S). Added, because on a CPU masked_fill takes twice as long as exp2.
+        # s is read as (1 or B, heads, R, S). Added, because masked_fill is slow on a CPU.
         s.view(len(seen), -1, *seen.shape[2:]).add_(torch.where(seen, 0.0, -INF))
     return s, softcap_grad
 

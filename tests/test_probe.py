@@ -94,7 +94,7 @@ def test_the_effect_in_a_long_sequence_is_that_on_its_first_rows(monkeypatch):
     monkeypatch.setattr(probe, "ROWS", 60)
     right = attention(*(x.double() for x in (call.q, call.k, call.v)), NAIVE)[:, :, :60]
     found = probe.worst(probe.effects([call]))
-    assert found["o"].broken == pytest.approx(float((call.o[:, :, :60] - right).norm() / right.norm()), rel=1e-3)
+    assert found["o"].error == pytest.approx(float((call.o[:, :, :60] - right).norm() / right.norm()), rel=1e-3)
     assert found["gradient"].more_than_rounding
     for two, spans in enumerate(([[0, 199]] * 200, [[0, 29]] * 30 + [[30, 199]] * 170)):  # one document, and two
         given = replace(call, config=replace(TILED, documents=True), spans=torch.tensor([spans]).int())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.dataset import open_data
 from data.loader import Batch, Loader, validation_batches
-from data.made import SHORTEST, answer, passkey, second_half
+from data.made import MADE, answer, passkey, second_half
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig, encode, from_json
 from model.gpt import GPT
@@ -44,7 +44,7 @@ def report(model: GPT, trained: Checkpoint) -> str:
     size = config["batch_size"], T, max(config["eval_tokens"], WINDOWS * T)
     own = Loader(dataset.train, None, batch_size=1, context_length=T, seed=trained.state["loader"]["seed"])
     own.load_state_dict(trained.state["loader"])  # ValueError if the training text was edited
-    stride = T if data.source in SHORTEST else most(T) // 2  # so a token is measured once; a made document is a window
+    stride = T if data.source in MADE else most(T) // 2  # so a token is measured once; a made document is a window
     batches = validation_batches(dataset.val, dataset.val_documents, *size, stride)
     set_precision(dtype := pick_dtype(config["dtype"], device))
     low = autocast(dtype, device)

@@ -255,13 +255,13 @@ class Effect(NamedTuple):
 
     layer: int
     of: str  # o | gradient
-    broken: float
-    whole: float  # the error of the whole algorithm: rounding
+    error: float
+    of_whole: float  # that of the whole algorithm: rounding
 
     @property
     def more_than_rounding(self) -> bool:
         """True also for NaN and infinity."""
-        return not self.broken <= BEYOND_ROUNDING * max(self.whole, EXACT)
+        return not self.error <= BEYOND_ROUNDING * max(self.of_whole, EXACT)
 
 
 def effects(calls: list[Call]) -> list[Effect]:
@@ -299,7 +299,7 @@ def distance(found: list[Tensor], right: list[Tensor]) -> float:
 
 def worst(found: list[Effect]) -> dict[str, Effect]:
     """The largest error of any layer, by what it is of; NaN is the largest."""
-    return {e.of: e for e in sorted(found, key=lambda e: e.broken if math.isfinite(e.broken) else math.inf)}
+    return {e.of: e for e in sorted(found, key=lambda e: e.error if math.isfinite(e.error) else math.inf)}
 
 
 def in_words(found: list[Effect], break_it: BreakIt, step: int) -> str:
@@ -309,7 +309,7 @@ def in_words(found: list[Effect], break_it: BreakIt, step: int) -> str:
     if not found:
         return f"{who}: cannot be compared: attention's inputs are not finite, or sdpa drops weights"
     shown = worst(found).values()
-    errors = ", ".join(f"{e.of} off by {e.broken:.1e} in layer {e.layer} (whole: {e.whole:.1e})" for e in shown)
+    errors = ", ".join(f"{e.of} off by {e.error:.1e} in layer {e.layer} (whole: {e.of_whole:.1e})" for e in shown)
     if any(e.more_than_rounding for e in found):
         return f"{who} acts: {errors}"
     wakes = (f"it acts {x.acts}: python train.py break_it={name} {x.wakes}" for name, x in failures.items())

@@ -1,4 +1,4 @@
-"""One update: forward, backward, clip, guard, optimizer; without a wait for the device.
+"""One update: forward, backward, clip, guard, optimizer. On a CUDA GPU only attention=tiled waits for the device.
 
     stats = train_step(batch, lr)       enqueues the update
     stats.wait()                        waits for its loss, gradient norm, ...
@@ -6,9 +6,9 @@
 update() is the step, and it is the same code in all three modes: eager; compiled (each block by torch.compile); graph
 (the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
 
-The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
-itself skips a bad update and all after it (in fp16, if only a gradient overflows, that update alone). When the host
-learns of it, up to two steps later, the weights are still those before the NaN.
+The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. If
+stop_on_nan, the device itself skips a bad update and all after it (in fp16, if only a gradient overflows, that update
+alone). When the host learns of it, up to two steps later, the weights are still those before the NaN.
 
 B batch size, T sequence length. A step's batch has an axis in front: (micro-batches, B, T).
 """
@@ -71,8 +71,8 @@ def choose_mode(
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # in recomputed()
-    captures = compiles and not saves_rng and not sharded  # a graph takes no copy to the host, no FSDP2 hooks
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # copies it to the host
+    captures = compiles and not saves_rng and not sharded  # a graph takes no such copy, no FSDP2 hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
@@ -101,7 +101,7 @@ class TrainStep:
             # When torch.compile compiles, it sets this to a folder of its own. A second run, which finds all compiled,
             # would look for our kernels in Triton's folder and compile them again: 9 s.
             os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-            for block in self.model.blocks:  # alike, so compiled once; the whole model takes ten times as long
+            for block in self.model.blocks:  # compiled once for each window; the whole model takes ten times as long
                 # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
                 block.compile(dynamic=False, options={"triton.mix_order_reduction": False})
         self.ahead = AHEAD.get(device.type, 0)
@@ -143,14 +143,14 @@ class TrainStep:
         # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
-            with self.autocast:
-                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)  # with Ulysses T/N tokens
+            with self.autocast:  # cut(): with Ulysses each rank has T / N of the tokens
+                share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
             loss += share.detach()
         # All-reduce: sums gradients in place, returns the summed loss.
         loss = self.ranks.all_reduce(loss, self.model.parameters())
 
-        # Clip. In two calls: the guard needs the norm without grad_clip, too, and FSDP2 has it in parts.
+        # Clip. In two calls: the guard needs the norm also where grad_clip is 0, and FSDP2 has it in parts.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = full_tensor(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
@@ -181,7 +181,7 @@ class TrainStep:
         # thread_local: with several GPUs NCCL's watchdog thread queries events meanwhile
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.update(batch)
-        # On this stream torch prepares the generator for the first replay: wait for it.
+        # torch prepared the generator on `stream`, and the first replay is on the current one: it waits.
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
