@@ -95,12 +95,12 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step, each in its interval (0: never). The last step has all but "failure"."""
+        """What is to be done after this step, each in its interval (0: never). After the last step all of these are."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
         due = {what for what, n in every.items() if n and (over or step % n == 0)}
-        due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # see whether it acts
+        due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does what is removed matter?
         return due | ({"save"} if self.clock.signal else set())
 
 
@@ -113,8 +113,8 @@ def main(cfg: DictConfig) -> float:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
-    if why and in_sweep:  # not in one_run(): Hydra keeps the exception, its frames, and so their model
-        raise CompactHydraException(why)
+    if why and in_sweep:
+        raise CompactHydraException(why)  # not in one_run(), whose frame, with the model, Hydra would keep
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
     return best
@@ -170,7 +170,7 @@ def set_up(composed: DictConfig) -> Run:
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
     loader = Loader(dataset.train, documents[0], batch_size=cfg.batch_size, context_length=T, seed=cfg.seed,
-                    random_offset=cfg.data.source not in MADE,  # there each document is one window
+                    random_offset=cfg.data.source not in MADE,  # a made document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # alike on all ranks
@@ -251,7 +251,7 @@ def train(run: Run) -> int:
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # the last step has something due: none stays
+        while pending and (due or len(pending) > train_step.ahead):  # the last step evaluates: none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
             log(run, update, stats, now - logged_at)
@@ -288,7 +288,7 @@ def log(run: Run, update: Pending, stats: StepStats, seconds: float) -> None:
               "loss_scale": stats.loss_scale}  # fmt: skip
     if step % cfg.log_every == 0 or stats.stopped:
         run.metrics.log(record)
-    if step == 3 and limit < 50 * seconds:  # the first two may compile
+    if step == 3 and limit < 50 * seconds:  # the first two are slower
         few = f"max_minutes={cfg.max_minutes:g}: only some {limit / seconds:.0f} steps fit"
         run.metrics.say(f"{few}: raise it, or lower tokens_per_step, batch_size or model.context_length")
 
@@ -340,7 +340,7 @@ def evaluate(run: Run) -> float | None:
     for batch, real in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
-        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # this rank's part of y
+        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # with Ulysses T / N of the tokens
         if real:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()
@@ -372,9 +372,9 @@ def sample(run: Run) -> None:
     """Writes a document of the model's."""
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
-    begin = torch.tensor([beginning(encoding)], device=device)
-    cache = not run.cfg.parallel.shard  # a token by the cache may be a CUDA graph, which cannot have FSDP2's hooks
-    text, on_nan = "", nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # NaN in logits: no text
+    begin, text = torch.tensor([beginning(encoding)], device=device), ""
+    cache = not run.cfg.parallel.shard  # decoding with one may be a CUDA graph, which cannot have FSDP2's hooks
+    on_nan = nullcontext() if run.cfg.stop_on_nan else suppress(ValueError)  # NaN in logits: no text
     with run.train_step.autocast, run.train_step.uncompiled(), on_nan:
         made = map(int, generate(model, begin, run.cfg.sample_tokens, Sampler(), generator, cache))
         text = "".join(to_text(encoding, made))

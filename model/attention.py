@@ -111,7 +111,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (B, H, T_k, D)
     scale = problem.scale
-    if q.dtype == torch.float16:  # whose q k^T may exceed 65,504 where s does not: q takes the scale's power of two
+    if q.dtype == torch.float16:  # q k^T may overflow where s does not: q takes the power of two in the scale
         part = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * part, scale / part
     s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale  # 1: (B, H, T, T_k)
@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # not .broken, which may say mystery
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # not .broken: that may be mystery
     )  # fmt: skip
 
 
@@ -203,9 +203,9 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_it=UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
-    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On one: triton for sampling, and where a
-    training is faster with it. Otherwise sdpa, but for what it lacks (dropout's mask, failures, options): there triton
-    if the kernels can run, else tiled."""
+    Without a CUDA GPU: tiled, so that the code to read is the code that runs. On a GPU with our kernels: triton for
+    sampling, where a training is faster with it, and for what sdpa lacks (dropout's mask, failures, options); otherwise
+    sdpa. On a GPU without them: sdpa, and tiled for what it lacks."""
     if config.impl != "auto":
         return config
     if not device.startswith("cuda"):

@@ -8,15 +8,15 @@ the fewest that pass the paper's statistical tests. Its counter is four 32-bit w
 column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
-matrix products. So one call decides for 16 weights, 8 bits each:
+matrix products. So one call decides for 16 weights, 8 apart in rows and columns, 8 bits each:
 
     word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column
     counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. The 16 weights
-of a call are 8 apart in rows and columns. So one thread holds 8 or 16 of them in a tensor core's result.
+Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. In a tensor core's result
+one thread holds 8 or 16 of a call's weights.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -51,7 +51,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 
     The words are int64, because torch has no unsigned 32-bit product with a high half. In int64 c * M can exceed 2**63,
     which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
-    never overflows and has the same low half; its high half is c too low, so c is added back."""
+    p never overflows and has the same low half; its high half is c too low, so (p >> 32) + c is right."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):

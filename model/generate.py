@@ -46,7 +46,7 @@ class Sampler:
 
 @torch.inference_mode()
 def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=None, cache=True) -> Iterator[Tensor]:
-    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError for NaN in logits."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError for NaN after a prompt."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context = model.config.context_length
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -85,7 +85,7 @@ class Decoder:
     def decode(self) -> Tensor:
         """The token after the last one."""
         assert self.cache is not None, "prefill() a text first"
-        may_record = self.token.is_cuda and self.cache.position is not None  # which only triton keeps on the device
+        may_record = self.token.is_cuda and self.cache.position is not None  # a tensor with attention=triton
         if may_record and self.decoded == WARM_UP:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:

@@ -125,6 +125,7 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rope=None, seed=None, spans=None, attend=attention) -> Tensor:
+        """attend: attention(), or what a KVCache or a Ulysses puts around it."""
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_size)
         q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, dim=2))  # (B, H or H_kv, T, D)
@@ -201,8 +202,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets=None, documents: Tensor | None = None, sequence=None, last=False):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
-        documents: integers (B, T), read only with attention.documents. sequence: None, or an object whose place() says
-        where the tokens are, and whose attends() has a function for each layer's attention: a KVCache, say."""
+        documents: integers, (B, T) of whole sequences, read only with attention.documents. sequence: None, or an object
+        whose place() says where the tokens are, and whose attends() has each layer's attention: a KVCache, say."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -213,12 +214,12 @@ class GPT(nn.Module):
         T, config, device = idx.shape[1], self.config, idx.device
         if T > config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={config.context_length}")
-        spans = None if documents is None or not self.attention_config.documents else spans_of(documents)
+        spans = spans_of(documents) if self.attention_config.documents and documents is not None else None  # (B, T, 2)
         positions, before = place(idx) if sequence is None else sequence.place(idx)
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
             if spans is not None:  # a document's first token has none before it (nor has position 0)
-                first = spans[:, positions, 0]  # of each token's document
+                first = spans[:, positions, 0]  # the first place of each token's document
                 before = before.where(first < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:

@@ -35,7 +35,7 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
 
 def spans_of(documents: Tensor) -> Tensor:
     """The first and the last place of each token's document, int32 (B, T, 2), from document numbers (B, T). A document
-    is a run of equal numbers. Neither place decreases along T: a tile's first and last token bound what it sees."""
+    is a run of equal numbers."""
     T = documents.shape[1]
     at = torch.arange(T, device=documents.device)
     new = documents[:, 1:] != documents[:, :-1]

@@ -13,8 +13,7 @@ from model import tiled
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already. For tiled this is in the op,
-    not around it: torch.compile's cache takes no graph with autocast in it."""
+    """Autocast would round float32 sums to bf16, and q, k and v have their dtype already."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -29,8 +28,8 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk and dv, or (triton) one tensor of all three, which in_parts() splits: an op may not return views of one
-    memory. dlse: None if the loss has no lse."""
+    """dq, dk and dv, or (triton, if T = T_k) one tensor of all three, so that the projection's backward need not copy
+    them together; in_parts() splits it later, as an op may not return views of one memory. dlse: None if unused."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)

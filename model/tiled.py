@@ -135,7 +135,7 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
         s = (s.view(-1, *bias.shape) - bias).view_as(s)  # s (N, G R, S) is read as (B, H, R, S)
     if cut:
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R, S): the same for all heads
-        # s is read as (1 or B, heads, R, S). Added, because masked_fill is slow on a CPU.
+        # s is read as (1, B H, R, S) or (B, H, R, S). Added, because masked_fill is slow on a CPU.
         s.view(len(seen), -1, *seen.shape[2:]).add_(torch.where(seen, 0.0, -INF))
     return s, softcap_grad
 

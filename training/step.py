@@ -70,9 +70,9 @@ def choose_mode(
     wanted: str, device: torch.device, attention_config: AttentionConfig, config: GPTConfig, sharded: bool
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
-    compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a table on the host
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # copies it to the host
-    captures = compiles and not saves_rng and not sharded  # a graph takes no such copy, no FSDP2 hooks
+    compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a list of tiles
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # reads its state
+    captures = compiles and not saves_rng and not sharded  # a graph may not read that, nor run FSDP2's hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
         raise ValueError(f"compile=graph needs {why}: use compile=auto")
@@ -98,8 +98,8 @@ class TrainStep:
             # torch.compile's cache on the disk knows an op by its name alone, so the key gets the files that define it.
             source = b"".join(Path(getfile(what)).read_bytes() for what in (op, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
-            # When torch.compile compiles, it sets this to a folder of its own. A second run, which finds all compiled,
-            # would look for our kernels in Triton's folder and compile them again: 9 s.
+            # When torch.compile compiles, it sets TRITON_CACHE_DIR to its own folder. A second run, which finds all
+            # compiled, would look for our kernels in Triton's folder and compile them again: 9 s.
             os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
             for block in self.model.blocks:  # compiled once for each window; the whole model takes ten times as long
                 # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
@@ -143,7 +143,7 @@ class TrainStep:
         # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
-            with self.autocast:  # cut(): with Ulysses each rank has T / N of the tokens
+            with self.autocast:  # the mean loss of this rank's tokens: with Ulysses T / N of them
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
             loss += share.detach()
