@@ -22,8 +22,8 @@ from kernels.launch import check_supported, shared_memory
 from kernels.problem import LOWEST, processors
 
 START = tl.constexpr(LOWEST)
-STAGES = 3  # tiles of a program in flight; 2 where those of PROGRAMS programs exceed a processor's shared memory
-PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
+STAGES = 3  # tiles of a program in flight; 2 if those of PROGRAMS programs do not fit the shared memory
+PROGRAMS = 2  # programs for each of the GPU's processors, so that all run at once; more with many sequences
 
 
 def decode(q, k, v, keys, values, at, scale: float, softcap: float | None, slopes, window: int | None) -> Tensor:
@@ -59,7 +59,7 @@ def decode_kernel(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 5 of a key head and every splits-th tile, from the window's first tile + split on; m is in base 2."""
+    """Steps 1 to 5 for a key head and one tile of `splits`, from the window's first tile + split on; m is in base 2."""
     key_head, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     row = key_head * G + g  # of q and o: b * H + h

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
-A tile of queries has BLOCK_M rows, a tile of keys BLOCK_N rows. BLOCK_D is D rounded up to a power of two.
+A tile of queries has BLOCK_M rows, a tile of keys BLOCK_N rows. BLOCK_D is D rounded up to a power of two, at least 16.
 
 The steps have the numbers of model/attention.py, which has the definition (naive); docs/attention.md derives them.
 kernels/launch.py launches, in this order:
@@ -17,8 +17,8 @@ backward; Salmon et al. 2011 for Philox.
 Difference from the paper: the backward makes two passes, so it computes the scores twice, in seven products instead of
 five. But no two programs add to the same number, so a second run gives the same bits.
 
-m and s times its factor are in base 2: the hardware has exp2, so log2(e) goes into the scale. From Hopper on it loads
-tiles through tensor descriptors, which handle strides and edges.
+m is in base 2, and so is s times its `factor`, which has log2(e) in it: the hardware has exp2. From Hopper on this file
+loads tiles through tensor descriptors, which handle strides and edges.
 """
 
 import math
@@ -79,9 +79,9 @@ class Task(NamedTuple):
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
-    # Inside a loop Triton 3.6 turns each 1 of a tuple argument into None, but not those of a tuple made here.
+    # Inside a loop Triton 3.6 turns fields of a tuple argument that equal 1 into None, but not of a tuple made here.
     task = Task(*task)
-    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: start to stop, a line of visit_lists()
+    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: the five numbers of listed()
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -191,7 +191,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     """Writes dk and dv. row_terms comes from dq_kernel."""
     task = Task(*task)  # as in forward_kernel
     n_tiles = tl.cdiv(task.T_k, how.BLOCK_N)
-    tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
+    tile = tl.program_id(0) % n_tiles  # a head's most work first: if causal, the most rows see its first keys
     n = tl.program_id(0) // n_tiles
     H_kv = task.H // task.G
     b, h_kv = n // H_kv, n % H_kv
@@ -251,7 +251,7 @@ def weights_again(s, minus_lse2, b, h, i, j, task, CUT: tl.constexpr):
 @triton.jit
 def score_gradient(p, zp, dp, delta, softcap_grad, task):
     """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. zp comes from drop(), without keep_scale; delta
-    comes divided, and dp is do v^T without Z. In the end the sums are multiplied by keep_scale."""
+    comes divided, and dp is do v^T without Z. In the end the sums are multiplied by keep_scale (docs/hopper.md)."""
     if task.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
@@ -318,7 +318,7 @@ def drop(p, n, row0, column0, row, column, task):
     which are multiples of 32.
 
     Elements that are 8 apart in rows and columns share a Philox call, and a thread holds 8 or 16 such elements of a
-    matrix product's result. The compiler makes that call once if it can prove that their counters are equal: for this
+    matrix product's result. The compiler makes that call once if it can prove that their counters are equal. So
     row and column count from the corner, and `row & 7` is written `row & 6 | row & 1`."""
     if task.seed is not None:
         seed = tl.load(task.seed)
@@ -350,7 +350,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 # --- Which tiles are visited ------------------------------------------------------------------------------------------
 @triton.jit
 def tile_of_queries(task, how: tl.constexpr):
-    """This program's n, b, h, first row and key_tiles(). Most work first: if causal, the last rows see most keys."""
+    """This program's n, b, h, first row and key_tiles(). A head's most work first: if causal, its last rows."""
     n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
@@ -384,8 +384,9 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
-    """`found` by between(), narrowed. Visited: what the documents of low to high hold. Whole: what low's holds, if it
-    is high's, too. offset: the position of row 0 if tiles of queries, else 0."""
+    """`found` by between(), narrowed. Visited: from the first of low's document to the last of high's. Whole: from
+    the first of high's to the last of low's, so none unless they are one document. offset: the position of row 0 if
+    tiles of queries, else 0."""
     if task.spans is not None:
         start, whole_start, whole_stop, stop = found
         span = task.spans + b.to(tl.int64) * task.T_k * 2
@@ -400,12 +401,12 @@ def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
 
 @triton.jit
 def listed(found, tile, n_tiles, task):
-    """start, whole_start, whole_stop, stop, line. Without a table the four are `found`, put in order, and `line` is
+    """start <= whole_start <= whole_stop <= stop, and line. Without a table the four are `found`, and `line` is
     unused. With one they are places in this tile's list, which begins at `line` and has the cut tiles first."""
     if task.local_m is not None:
         found = 0, n_tiles, n_tiles, n_tiles
     start, whole_start, whole_stop, stop = found
-    stop = tl.maximum(stop, start)  # in order also where no tile is whole; Hopper's forward leaves this out, for speed
+    stop = tl.maximum(stop, start)  # in order where no tile is whole; Hopper's forward leaves this out, for speed
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
     line = tile.to(tl.int64) * task.visits_n + 2
@@ -449,8 +450,8 @@ def loop_over(tiles, task, CUT: tl.constexpr):
 
 @triton.constexpr_function
 def stages(CUT, BLOCK_D):
-    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles: a third stage for
-    them is not worth registers of the whole kernel. Head size 256 keeps its table's number."""
+    """num_stages of the loop's software pipeline; None: that of launch.py's Tiles. The mask cuts few tiles: a third
+    stage for them is not worth registers of the whole kernel. At head size 256 that of Tiles is kept."""
     return 2 if CUT and BLOCK_D < 256 else None
 
 

@@ -143,8 +143,8 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
-# Fields of a Problem that the forward of kernels/hopper/ computes, or that are never None (`broken` is looked at by
-# itself). If any other is set, kernels/flash.py runs.
+# Fields of a Problem that may be set where the forward of kernels/hopper/ runs (`broken` is looked at by itself). If
+# any other is set, kernels/flash.py runs.
 ON_HOPPER = {"T", "T_k", "causal", "window", "spans", "block_size", "scale", "seed", "dropout_p", "broken"}
 
 

@@ -29,8 +29,8 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: b
     N, V = logits.shape
     losses = logits.new_empty(N, dtype=torch.float32)
     # A thread has 16 logits: in 16 bits two loads of 16 bytes. Where 16 divides V a thread takes at most 64 registers,
-    # so two programs of 16 warps share a processor. On an H200 these are 264 rows, with GPT-2's padded vocabulary
-    # 27 MB, and L2 has 50. Other blocks and warps were at most 2 % faster.
+    # so two programs of 16 warps share a processor. On an H200 these have 264 rows at a time, 27 MB with GPT-2's
+    # padded vocabulary, and L2 has 50. Other blocks and warps were at most 2 % faster.
     BLOCK = min(8192, max(32, triton.next_power_of_2(V)))
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         loss_kernel[(N,)](logits, targets, losses, V, ignore, want_gradient, BLOCK, num_warps=max(1, BLOCK // 512))
@@ -40,7 +40,7 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: b
 @triton.jit
 def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """One row: losses[row], and with GRADIENT the row's gradient in place of its logits."""
-    row = tl.program_id(0).to(tl.int64)  # row * V exceeds 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * V may exceed 2**31
     logits += row * V
     target = tl.load(targets + row)
     counted = (target != IGNORE).to(tl.float32)

@@ -82,7 +82,7 @@ def empty_heads(x: Tensor, heads: int | None = None) -> Tensor:
 def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
     """Memory for dq, dk and dv: three tensors, or where T = T_k one (B, T, H + 2 H_kv, D), as the projection's
     output held q, k and v: then a compiled model need not copy them together. An op may not return views of one memory,
-    so in_parts() comes after it."""
+    so it returns the whole, and its caller takes in_parts()."""
     if q.shape[2] == k.shape[2]:
         return [empty_heads(q, q.shape[1] + 2 * k.shape[1]).transpose(1, 2)]
     return [empty_heads(x) for x in (q, k, k)]

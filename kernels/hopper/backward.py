@@ -53,7 +53,6 @@ KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether step() computes dq of the tile before, so that no consumer waits for the other's ds of this tile.
-# After ds, the fastest tried: D = 64: dq of the tile before, dk; D = 128: dq, dk if G = 1 without waves, else dk, dq.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if G > 1. Measured
 WAVE = gl.constexpr(128)  # tiles of keys of a wave, about as many as there are programs
@@ -99,7 +98,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
-    keep_scale, doubled = problem.keep_scale, 2.0 if dropout else 1.0
+    keep_scale, doubled = problem.keep_scale, 2.0 if dropout else 1.0  # doubled: step() has p + |p| in place of p
     scale = problem.scale * keep_scale / doubled  # of dq and dk: step() computes ds * doubled / keep_scale
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
@@ -213,21 +212,22 @@ def items_of(task, how: gl.constexpr):
 
 @gluon.jit
 def item_at(item, task, how: gl.constexpr):
-    """key_head and a tile of keys; whether it visits tiles of queries downwards; the lowest of them that sees it; the
-    lowest that the mask does not cut; how many there are, or 0 past the last key. An item waits for earlier ones only.
-
-    With G = 1 the last keys of a head come first and visit the queries upwards. With the causal mask each begins at its
-    own diagonal, so an item seldom waits for its turn. With G > 1 the q and do in use would not fit the L2 cache
-    then: so all visit the same queries at the same time, downwards, and the first keys, which have the most, come
-    first. In waves, two heads alternate: one upwards, where each item takes longer than the one before, so that the
-    programs move apart, and one downwards, where each takes less time and they meet again."""
+    """key_head, tile, down, first, whole, stop: a tile of keys of a key head. It visits the tiles of queries from first
+    to stop - 1, or if `down` from stop - 1 to first. The mask cuts none from `whole` on. stop is 0 past the last key.
+    An item waits for earlier ones only."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
     stop = gl.cdiv(task.T, how.BLOCK_M)
     down = how.G > 1
+    # The last keys of a head come first, and visit the queries upwards. With the causal mask each tile of keys begins
+    # at its own diagonal, so it seldom waits for its turn.
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
+        # The q and do in use would not fit the L2 cache. So all visit the same queries at the same time, downwards. The
+        # first keys come first: if causal, they visit the most.
         key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
     if how.IN_WAVES:
+        # Two heads alternate: one upwards, where each item takes longer than the one before, so that the programs move
+        # apart, and one downwards, where each takes less time and they meet again.
         waves = gl.cdiv(per_head, WAVE)
         key_head, wave = in_sections(item // WAVE, waves, 2, task.heads)
         tile = wave * WAVE + item % WAVE
@@ -262,7 +262,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
     v, q and do as they free the places."""
     count = 0  # of tiles of queries, over all tiles of keys
     nth = 0  # of the tiles of keys that this program takes
-    item = gl.atomic_add(counters, 1)  # not program_id: those that it adds after must have begun
+    item = gl.atomic_add(counters, 1)  # not program_id: the items that it waits for have begun
     tell(shared, nth, item)
     while item < items_of(task, how):
         key_head, tile, down, first, _, stop = item_at(item, task, how)
@@ -287,7 +287,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
                 mbarrier.expect(full, do.block_type.nbytes)
                 async_load(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
-        # Not earlier: from now on others may take later tiles of keys, which wait for the sums of this one.
+        # Not earlier: whoever takes a later item may wait for the sums of the one taken here.
         item = gl.atomic_add(counters, 1)
         nth += 1
         tell(shared, nth, item)
@@ -376,7 +376,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     head = (task.begin + key_head) * how.G
     for part in gl.static_range(1 if how.IN_WAVES else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
-        if how.IN_WAVES:  # one part, all masked: those that are cut come first or last, and three need more registers
+        if how.IN_WAVES:  # all masked: those that are cut come first or last, and three loops would need more registers
             low, high = first, stop
         for x in range(high - low):
             t = nth_tile(x, low, high, down)
@@ -387,7 +387,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
         hand_over(dq_c, count - 1, shared, how, C)
-        mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
+        mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # the other consumer has read ds and k
     else:
         both_consumers()  # have read k
     as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * task.dk_scale).to(dk.dtype))
@@ -452,9 +452,9 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
     else:
         if not how.DQ_FIRST:
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
-        both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
+        both_consumers()  # have stored ds, and have read that of the tile before, which the next one overwrites
     if how.DQ_FIRST:
-        of_dq = count - 1 if how.LATE else count  # before the first tile: a product for nothing, without a wait
+        of_dq = count - 1 if how.LATE else count  # at the first tile: a product for nothing, whose wait is over
         dq_c = start_dq(of_dq, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -540,6 +540,7 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     weights, of which a thread has eight. So each call is made once, and the threads exchange the results through
     `place`, where ds comes later."""
     SQUARES: gl.constexpr = how.BLOCK_M // 32
+    # Bits of `call`: 0-2 of the query, 3-5 of the key, 6 the square of keys, 7 on that of queries
     call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
     c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
     c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
@@ -547,16 +548,16 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     # Bit 7 of each byte of `dropped`: whether it is below the threshold, by two of three as in drawn() of forward.py.
     # In `bits` that of word w is bit 4 + w.
     to_add = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
-    zero = ((threshold >> 7) - 1).to(gl.uint32)
+    upper_is_0 = ((threshold >> 7) - 1).to(gl.uint32)
     bits = c0 & 0  # zeros
     for word in gl.static_range(4):
         w = words[word]
         others = (w & 0x7F7F7F7F) + to_add
-        dropped = ~((others & w) | ((others | w) & zero))
+        dropped = ~((others & w) | ((others | w) & upper_is_0))
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
-    # Axes: bits 5 on, 3 and 4, 0 to 2 of the key, then the same of the query. The table has none for bits 3 and 4.
+    # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. The table has not axes 1 and 4: all along them are equal.
     split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )

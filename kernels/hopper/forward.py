@@ -10,7 +10,8 @@ which computes one group after the other. Its warps have different jobs:
     producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
-Tiles of keys are visited from the last to the first. So the one that the causal mask cuts comes before the loop.
+Tiles of keys are visited from the last to the first. So the one that the causal mask cuts comes before the loop
+(it may cut one more if T_k - T is no multiple of ROWS).
 Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the overlap; Triton's Gluon tutorials.
@@ -83,6 +84,7 @@ def launch_forward(q, k, v, o, lse, lse2, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     spans, dropout = problem.spans, problem.seed is not None
+    # 64 rows' last keys lie in one tile of keys if T_k - T is a multiple of 64
     cut_once = problem.window is None and spans is None and (not problem.causal or (T_k - T) % ROWS == 0)
     block_n, consumers, stages = 128, 2, 3 if D == 64 else 2  # the fastest tried on an H200
     if D == 64 and cut_once and not dropout:  # otherwise three or four consumers have too few registers
@@ -125,7 +127,7 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 @gluon.jit(do_not_specialize=["heads", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
 def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed,
                    threshold, keep_scale, how: gl.constexpr):  # fmt: skip
-    """Makes the buffers and barriers, and gives the warps their jobs. Compiled once for each How and dtype."""
+    """Makes the buffers and barriers, and gives the warps their jobs. Compiled for each How, dtype and set of Nones."""
     task = Task(heads, section, H, T, T_k, at_least, at_most, spans, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
@@ -138,7 +140,7 @@ def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k,
         barriers(2, 1),
     )  # fmt: skip
     gl.warp_specialize(
-        [  # the consumers, then the producer, as Gluon wants a literal; the first runs on the program's own warps
+        [  # the consumers, then the producer. Gluon wants a literal. The first runs on the program's own warps
             (consumer, (shared, o, lse, lse2, task, how, c))
             if c < how.CONSUMERS
             else (producer, (shared, q, k, v, counter, G, task, how))
@@ -151,7 +153,7 @@ def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k,
 
 @gluon.jit
 def barriers(PLACES: gl.constexpr, COUNT: gl.constexpr):
-    """A barrier for each place. A phase of one ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile x,
+    """A barrier for each place, whose phase ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile x,
     counted from 0, lies in place x % PLACES (q in its consumer's): the reader waits for phase x // PLACES & 1 of
     NAME_full, the writer for the other phase of NAME_free. A new barrier is past a phase 1, so its place is free."""
     found = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
@@ -228,8 +230,8 @@ def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
         group = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        # The place held the number of the group before the one just copied. All consumers have read that: they have
-        # freed its q. Each thread writes to a place of its own; the first is read.
+        # The place still holds the number of the group before this one. All consumers have read it, because they have
+        # freed that group's q. Each thread writes to a place of its own; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
@@ -347,15 +349,15 @@ def pass_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
-    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits for each: an
-    earlier arrival would count for the tile before in its place, which another consumer may still read."""
+    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits for each:
+    freed before it has come, it would count for the tile before in its place, which another consumer may still read."""
     for _ in range(tiles):
         wait_turn(C, how)  # all consumers have as many turns
         pass_turn(C, how)
         place, phase = count % how.STAGES, count // how.STAGES & 1
         mbarrier.wait(shared.k_full.index(place), phase)
         mbarrier.wait(shared.v_full.index(place), phase)
-        all_threads()  # all have waited: one that comes later might wait for the next tile
+        all_threads()  # have waited: a thread that looks later might wait for the next tile
         mbarrier.arrive(shared.k_free.index(place), count=1)
         mbarrier.arrive(shared.v_free.index(place), count=1)
         count += 1
@@ -416,8 +418,8 @@ def online_softmax(s, m, l, scale2):
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
 
-# $1: two elements. $2, $3: their keep. $4 (and $5): its byte. A nibble 8 + b of `pick` makes prmt repeat the sign of
-# byte b of $2, and 12 + b of $3: `mask` gets 16 bits of $2's, and 16 of $3's.
+# $1: two elements, neighbours in a row. $2, $3: their keep, of which byte $4 (or $5, which is equal) counts. `pick` has
+# a nibble for each byte of `mask`: 8 + b is that byte filled with the sign of byte b of $2, and 12 + b with that of $3.
 KEPT = gl.constexpr("""{
     .reg .b32 mask, pick;
     mad.lo.u32 pick, $4, 0x1111, 0xcc88;
@@ -426,8 +428,9 @@ KEPT = gl.constexpr("""{
 }""")
 
 
-# The layout (16, 32) of a tile's Philox calls. i and j lack bits 3 and 4: [8, 0] is bit 5 of i, [0, 8] and [0, 16] bits
-# 5 and 6 of j. Threads as in a product's result. There bit 5 of i is a pair of warps: bit 6 of j divides their calls.
+# The layout (16, 32) of a tile's Philox calls: what each bit of the number of a register, a lane and a warp adds to
+# (i, j). i and j lack bits 3 and 4: [8, 0] is bit 5 of i, [0, 8] and [0, 16] bits 5 and 6 of j. Threads as in a
+# product's result, but there two warps have the same bit 5 of i: here bit 6 of j divides their calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
 # The layout (16, 32, 2, 2) of words: each thread has those of its own elements. Bit 3 of i is a register, bit 4 a warp.
@@ -455,10 +458,10 @@ def drawn(n, row0, tile, seed, task, layout: gl.constexpr, how: gl.constexpr):
         # Four bytes at a time: a byte is at least the threshold if two of three are true: its upper bit is 1; its other
         # bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
-        zero = (task.threshold >> 7).to(gl.uint32) - 1
-        word = gl.convert_layout((word & others) | (zero & (word | others)), OWN_WORDS)
+        upper_is_0 = (task.threshold >> 7).to(gl.uint32) - 1
+        word = gl.convert_layout((word & others) | (upper_is_0 & (word | others)), OWN_WORDS)
         word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
-        # Axes: bits 5, 0 to 2 of i; 5 and 6, 0 to 2 of j; 3, 4 of i; 3, 4 of j, where all are equal.
+        # Axes: bits 5, 0-2 of i; 5-6, 0-2 of j; 3, 4 of i; 3, 4 of j. Along the last two all are equal.
         word = word.reshape((2, 8, 4, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
         keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
     return keep

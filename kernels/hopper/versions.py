@@ -4,9 +4,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import builtin
 
-all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # that in 3.6
+all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the latter in 3.6
 place = gl.shared_memory_descriptor
-reinterpret = place.reinterpret if hasattr(place, "reinterpret") else place._reinterpret  # that in 3.6 to 3.8
+reinterpret = place.reinterpret if hasattr(place, "reinterpret") else place._reinterpret  # the latter in 3.6 to 3.8
 if hasattr(tma, "async_store"):
     async_load, async_store, async_atomic_add = tma.async_load, tma.async_store, tma.async_atomic_add
 else:  # 3.6 and 3.7, which have no public function that adds a tile to memory
