@@ -101,7 +101,7 @@ class Run:
                  "save": cfg.checkpoint_every}  # fmt: skip
         due = {what for what, n in every.items() if n and (over or step % n == 0)}
         due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does what is removed matter?
-        return due | ({"save"} if self.clock.signal else set())
+        return due | ({"save"} if "evaluate" in due or self.clock.signal else set())  # so the best is saved
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -200,15 +200,15 @@ def set_up(composed: DictConfig) -> Run:
 
 def introduce(run: Run, source: Path | None) -> None:
     """The first lines and files: a run explains itself."""
-    cfg, data, say, count = run.cfg, run.dataset, run.metrics.say, run.train_step.model.parameter_count()
-    folder = run.metrics.folder
+    cfg, data, say, folder = run.cfg, run.dataset, run.metrics.say, run.metrics.folder
     if run.ranks.is_main:
         OmegaConf.save(OmegaConf.create(as_text(asdict(cfg))), folder / "config.yaml")
         if run.step == 0 or not (folder / "typed.txt").exists():  # else it is resumed
             (folder / "typed.txt").write_text(shlex.join(HydraConfig.get().overrides.task), encoding="utf-8")
     say(f"run: {folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
-    say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
+    epoch = f"{run.tokens_per_step:,} tokens a step, {len(data.train) / run.tokens_per_step:,.1f} steps an epoch"
+    say(f"{run.train_step.model.parameter_count():,} parameters | {data.folder}: {len(data.train):,} tokens | {epoch}")
     lr = learning_rate(cfg.schedule_step(min(run.step + 1, cfg.steps), run.clock.seconds), cfg.steps, cfg.optimizer)
     end = f"step {cfg.steps:,}" + (f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else "")
     before = run.metrics.lr or lr  # of the last step before a resume

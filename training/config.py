@@ -81,7 +81,7 @@ class Config:
     eval_tokens: int = key(65536, "about how many validation tokens an evaluation takes, always the same ones", least=1)
     sample_every: int = key(200, "steps between samples; 0: none", least=0)
     sample_tokens: int = key(200, "maximum tokens of a sample; it ends earlier at the document's end", least=1)
-    checkpoint_every: int = key(100, "steps between checkpoints; the best is one of those evaluated", least=1)
+    checkpoint_every: int = key(100, "steps between checkpoints; each evaluation is followed by one, too", least=1)
     keep_last: int = key(2, "number of newest checkpoints to keep; the best one is kept too", least=1)
     log_every: int = key(1, "steps between log lines, and records of metrics.jsonl", least=1)
 
