@@ -67,7 +67,7 @@ class Clock:
         self.zero = time.perf_counter() - self.seconds
 
     def sync(self) -> int:
-        """Sets both. Returns the signal."""
+        """Sets both, on the hosts: no GPU waits. Returns the signal."""
         self.signal, self.seconds = self.ranks.agree(SIGNALS[0] if SIGNALS else 0, time.perf_counter() - self.zero)
         return self.signal
 
@@ -95,7 +95,7 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step, each in its interval (0: never). After the last step all of these are."""
+        """What is to be done after this step: each in its interval (0: never), and after the last step in any case."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
@@ -114,7 +114,7 @@ def main(cfg: DictConfig) -> float:
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
     if why and in_sweep:
-        raise CompactHydraException(why)  # not in one_run(), whose frame, with the model, Hydra would keep
+        raise CompactHydraException(why)  # here: with a frame of one_run() Hydra would keep the model
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
     return best
@@ -251,7 +251,7 @@ def train(run: Run) -> int:
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # the last step evaluates: none stays
+        while pending and (due or len(pending) > train_step.ahead):  # the last step evaluates, so none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
             log(run, update, stats, now - logged_at)
@@ -319,7 +319,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
 
 # --- between two steps: evaluate, sample, save
 def finish_step(run: Run) -> None:
-    """Does what is due. A signal may come meanwhile, which leaves evaluate() unfinished."""
+    """Does what is due. A signal in evaluate() leaves the step unfinished: a resumed run begins with evaluate()."""
     due = run.due()
     if due & {"probe", "failure"} and not run.unfinished:  # else it was done before the resume
         probe_attention(run, "failure" in due)

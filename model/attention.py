@@ -54,7 +54,7 @@ class AttentionConfig:
     softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, note="null: 1 / sqrt(head size)")
     softcap: float | None = key(None, "bounds the scores by softcap * tanh(score / softcap); null: off", least=1e-6)
     alibi: bool = key(False, "subtracts slope * distance from the scores; meant for model.position=none")
-    window: int | None = key(None, "how many keys a query sees, its own included", least=1, note="null: all past keys")
+    window: int | None = key(None, "how many keys a query sees, its own included, if causal", least=1, note="null: all")
     windows: list[int | None] | None = key(None, "one window per layer, repeated: [128,128,128,null]", least=1)
     documents: bool = key(False, "a token sees only its own document (a sequence may hold several)")
     block_mask: list[str] | None = key(None, "which blocks to compute: rows of x (compute) and . (skip)")
@@ -89,7 +89,7 @@ def attention(
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     tiled and triton have no second derivatives (a gradient penalty) and no forward mode: their jvp is 0."""
-    problem = problem_of(q, k, v, config, causal, seed, spans, break_it)
+    problem = problem_of(q, k, v, config, causal, seed, spans, break_it)  # kernels/problem.py: lengths, rules, scale
     match config.impl:
         case "naive":
             with without_autocast(q):
@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # not .broken: that may be mystery
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken may be "mystery"
     )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ the fewest that pass the paper's statistical tests. Its counter is four 32-bit w
 column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with 12 heads.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
-matrix products. So one call decides for 16 weights, 8 apart in rows and columns, 8 bits each:
+matrix products. So one call decides for 16 weights: rows r, r + 8, r + 16 and r + 24 of a square of 32 x 32, and
+columns alike. Each gets 8 bits:
 
     word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column
-    counter           = (row >> 5 << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
+    counter           = ((row >> 5) << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
 Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. In a tensor core's result
@@ -77,7 +78,7 @@ def keep_mask(seed: Tensor, heads: int, rows: range, columns: range, dropout_p: 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
     # heads, row square, row bits 0-2, column square, column bits 0-2, word, byte
     bits = bits.view(heads, row1 - row0, 8, column1 - column0, 8, 4, 4)
-    bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
+    bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # word before row bits 0-2, byte before column bits 0-2
     bits = bits.reshape(heads, (row1 - row0) * 32, (column1 - column0) * 32)
     i, j = rows.start % 32, columns.start % 32
     return bits[:, i : i + len(rows), j : j + len(columns)] >= drop_threshold(dropout_p)

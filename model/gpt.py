@@ -219,7 +219,7 @@ class GPT(nn.Module):
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
             if spans is not None:  # a document's first token has none before it (nor has position 0)
-                first = spans[:, positions, 0]  # the first place of each token's document
+                first = spans[:, positions, 0]  # of each token's document; with Ulysses idx has fewer places than spans
                 before = before.where(first < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:
@@ -245,7 +245,7 @@ class GPT(nn.Module):
         each weight that multiplies, and in each layer 12 C for each key that a query sees."""
         tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not self.head.weight]
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]
-        keys = sum(w - w**2 / (2 * T) for w in windows)  # seen by a query on average, summed over layers
+        keys = sum(w - w**2 / (2 * T) for w in windows)  # seen on average (the first w see 1 to w), summed
         return 6 * (self.parameter_count() - sum(w.numel() for w in tables)) + 12 * self.config.n_embd * keys
 
 

@@ -19,7 +19,7 @@ from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.runs import last, losses, records
-from training.checkpoint import load_checkpoint
+from training.checkpoint import find_checkpoint, load_checkpoint
 from training.config import to_type
 from training.step import TrainStep
 
@@ -166,17 +166,17 @@ def test_a_job_without_memory_says_the_way_out_and_leaves_its_own_to_the_next_on
     small_run("seed=1,2 -m", code=130)  # ends the sweep, too
 
 
-def test_the_last_line_goes_on_only_with_a_run_whose_loss_falls(small_run):
+def test_the_last_line_goes_on_only_with_a_run_whose_loss_falls_and_the_best_is_saved(small_run, tmp_path):
     for lr, way in ("1e-3", "resume=auto"), ("3", "steps=5:"):  # at a rate of 3 the first loss is the lowest
         typed = f"steps=6 eval_every=4 optimizer.lr={lr} optimizer.min_lr_ratio=1 name=x{len(lr)}"
         assert way in small_run(typed).out.splitlines()[-1]
+    assert find_checkpoint("x1", tmp_path, best=True).step == 4
 
 
 def test_names_and_paths_may_hold_any_letter_and_a_command_that_is_printed_can_be_typed(
     small_run, text, tmp_path, monkeypatch
 ):
-    """In any folder, where it was train.py of that folder; and folders with a space were not quoted. Hydra's grammar
-    refused other letters, or read [1] as a pattern's."""
+    """Folders with a space were not quoted; Hydra's grammar refused other letters, or read [1] as a pattern's."""
     file, runs = tmp_path / "naïve file (1) [2].txt", f"runs={tmp_path}/my runs"
     file.write_text("".join(path.read_text() for path in sorted(text.iterdir())))
     own = "name=é", f"data.path={file}", runs

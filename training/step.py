@@ -111,7 +111,7 @@ class TrainStep:
         self.batch: Batch | None = None
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self.skip_update = torch.zeros((), device=device)  # 1: skip it
-        for optimizer in self.optimizers:  # torch's fused AdamW reads found_inf; GradScaler sets it in the same way
+        for optimizer in self.optimizers:  # which torch's fused AdamW and our Muon read; GradScaler sets it, too
             optimizer.found_inf = self.skip_update  # type: ignore[attr-defined]
         self.stats = torch.zeros(4, device=device)
 
@@ -143,7 +143,7 @@ class TrainStep:
         # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
-            with self.autocast:  # the mean loss of this rank's tokens: with Ulysses T / N of them
+            with self.autocast:  # cut(): x, y, documents, sequence, with Ulysses of T / N tokens; with y the mean loss
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
             loss += share.detach()
