@@ -95,7 +95,7 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step: each in its interval (0: never), and after the last step in any case."""
+        """What is to be done after this step. 0: never. After the last step all, but "failure" at probe.STEPS only."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
@@ -173,7 +173,7 @@ def set_up(composed: DictConfig) -> Run:
                     random_offset=cfg.data.source not in MADE,  # a made document is one window
                     rank=ranks.data_rank, world_size=ranks.data_size)  # fmt: skip
     torch.manual_seed(cfg.seed)
-    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # alike on all ranks
+    model = ranks.prepare(GPT(cfg.model, attention_config, cfg.break_it), device)  # GPT() is alike on all ranks
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
@@ -297,7 +297,7 @@ def stop_at_nan(run: Run, update: Pending, stats: StepStats) -> int:
     """Saves the weights before the update, and says what to try; with probe.every also the first tile with a NaN."""
     cfg, say, step = run.cfg, run.metrics.say, update.step
     say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
-    run.step = step - 1  # those enqueued after it were skipped, too; a resume goes on with new batches
+    run.step = step - 1  # later updates were skipped, too; the loader is past their batches and this one
     if run.step > 0:
         save(run)
     lower = f"optimizer.lr={(cfg.optimizer.lr or 0) / 2:g}"

@@ -17,8 +17,8 @@ backward; Salmon et al. 2011 for Philox.
 Difference from the paper: the backward makes two passes, so it computes the scores twice, in seven products instead of
 five. But no two programs add to the same number, so a second run gives the same bits.
 
-m is in base 2, and so is s times its `factor`, which has log2(e) in it: the hardware has exp2. From Hopper on this file
-loads tiles through tensor descriptors, which handle strides and edges.
+m and s * factor are in base 2, because the hardware has exp2: log2(e) is in s or in its factor. From Hopper on this
+file loads tiles through tensor descriptors, which handle strides and edges.
 """
 
 import math

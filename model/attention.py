@@ -54,7 +54,7 @@ class AttentionConfig:
     softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, note="null: 1 / sqrt(head size)")
     softcap: float | None = key(None, "bounds the scores by softcap * tanh(score / softcap); null: off", least=1e-6)
     alibi: bool = key(False, "subtracts slope * distance from the scores; meant for model.position=none")
-    window: int | None = key(None, "how many keys a query sees, its own included, if causal", least=1, note="null: all")
+    window: int | None = key(None, "if causal, how many keys a query sees, its own included", least=1, note="null: all")
     windows: list[int | None] | None = key(None, "one window per layer, repeated: [128,128,128,null]", least=1)
     documents: bool = key(False, "a token sees only its own document (a sequence may hold several)")
     block_mask: list[str] | None = key(None, "which blocks to compute: rows of x (compute) and . (skip)")

@@ -46,7 +46,7 @@ class Sampler:
 
 @torch.inference_mode()
 def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=None, cache=True) -> Iterator[Tensor]:
-    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError for NaN in logits."""
+    """Yields the next tokens (B, 1), `count` times. idx: prompts (B, T), T >= 1. ValueError if next() finds NaN."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
     context = model.config.context_length
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
@@ -65,7 +65,7 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
 class Decoder:
     """The next token of each sequence, (B, 1): after a text by prefill(), then one after the other by decode(). With
     attention=triton decode() is recorded as a CUDA graph, because its launches from Python take ten times as long. The
-    model writes keys behind cache.length, and advance() counts them; cache.position is that number on the GPU."""
+    model writes keys behind cache.length, and advance() counts them. With triton cache.position is that on the GPU."""
 
     def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator

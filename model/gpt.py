@@ -125,7 +125,7 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rope=None, seed=None, spans=None, attend=attention) -> Tensor:
-        """attend: attention(), or what a KVCache or a Ulysses puts around it."""
+        """attend: attention(), or what a KVCache, a Ulysses or a Recorder puts around it."""
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_size)
         q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, dim=2))  # (B, H or H_kv, T, D)

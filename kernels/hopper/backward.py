@@ -222,8 +222,8 @@ def item_at(item, task, how: gl.constexpr):
     # at its own diagonal, so it seldom waits for its turn.
     key_head, tile = item // per_head, per_head - 1 - item % per_head
     if how.G > 1:
-        # The q and do in use would not fit the L2 cache. So all visit the same queries at the same time, downwards. The
-        # first keys come first: if causal, they visit the most.
+        # In that order q and do would not fit the L2 cache. So all visit the same queries at the same time, downwards.
+        # The first keys come first: if causal, they visit the most.
         key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
     if how.IN_WAVES:
         # Two heads alternate: one upwards, where each item takes longer than the one before, so that the programs move
@@ -454,7 +454,7 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read that of the tile before, which the next one overwrites
     if how.DQ_FIRST:
-        of_dq = count - 1 if how.LATE else count  # at the first tile: a product for nothing, whose wait is over
+        of_dq = count - 1 if how.LATE else count  # at the first tile a product that nobody uses; it does not wait
         dq_c = start_dq(of_dq, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -557,7 +557,7 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
-    # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. The table has not axes 1 and 4: all along them are equal.
+    # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. The table has no axes 1 and 4: all along them are equal.
     split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )

@@ -230,8 +230,8 @@ def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
         group = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        # The place still holds the number of the group before this one. All consumers have read it, because they have
-        # freed that group's q. Each thread writes to a place of its own; the first is read.
+        # The place still holds the number of the group before the one just copied. All consumers have read it, because
+        # they have freed that group's q. Each thread writes to a place of its own; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
