@@ -3,11 +3,12 @@
 B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head, D head size, S places in the cache.
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D)    keys, values (B, H_kv, S, D)
 
-The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
-would leave most of the GPU idle. So each split of the keys has a program: split s takes the tiles s, s + splits, ...,
-and at one time all read neighbouring tiles. All G query heads of a key head are rows of one matrix, so that each key is
-read once. A second kernel merges the splits, each with its own m, l and acc, by step 3 once more. The position is read
-from device memory, so one CUDA graph serves all tokens. The steps have the numbers of model/attention.py.
+The kernel reads many keys and values and computes little, so the memory's speed is its limit. With few sequences one
+program a key head would leave most of the GPU idle. So each split of the keys has a program: split s takes the tiles s,
+s + splits, ..., and at one time all read neighbouring tiles. All G query heads of a key head are rows of one matrix, so
+that each key is read once. A second kernel merges the splits, each with its own m, l and acc, by step 3 once more. The
+position is read from device memory, so one CUDA graph serves all tokens. The steps have the numbers of
+model/attention.py.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """

@@ -135,8 +135,8 @@ def online_softmax(s, factor, m, l, NO_MAX: tl.constexpr = False, NO_RESCALE_SUM
 
 @triton.jit
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
-    """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale, which is
-    what score_gradient() wants."""
+    """Writes dq, and to row_terms (B, H, padded, 2), for dkdv_kernel, each row's -lse2 and delta / keep_scale, as
+    weights_again() and score_gradient() want them."""
     task = Task(*task)  # as in forward_kernel
     n, b, h, row0, tiles = tile_of_queries(task, how)
 
@@ -318,7 +318,7 @@ def drop(p, n, row0, column0, row, column, task):
     which are multiples of 32.
 
     Elements that are 8 apart in rows and columns share a Philox call, and a thread holds 8 or 16 such elements of a
-    matrix product's result. The compiler makes that call once if it can prove that their counters are equal. So
+    tensor core's result. The compiler makes that call once if it can prove that their counters are equal. So
     row and column count from the corner, and `row & 7` is written `row & 6 | row & 1`."""
     if task.seed is not None:
         seed = tl.load(task.seed)
@@ -356,6 +356,24 @@ def tile_of_queries(task, how: tl.constexpr):
     n = tl.program_id(0) // n_tiles
     b = n // task.H
     return n, b, n % task.H, tile * how.BLOCK_M, key_tiles(task, b, tile, how)
+
+
+@triton.jit
+def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr):
+    """Which of n_tiles tiles of keys a tile of queries visits, or the other way round, and which of them are whole.
+
+    Each of the tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
+    is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
+    among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
+    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
+    start, whole_start, whole_stop, stop = 0, 0, n_whole, n_tiles
+    if at_least is not None:
+        start = tl.maximum(low + at_least, 0) // BLOCK
+        whole_start = tl.cdiv(tl.maximum(high + at_least, 0), BLOCK)
+    if at_most is not None:
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(high + at_most + 1, 0), BLOCK))
+        whole_stop = tl.minimum(whole_stop, tl.maximum(low + at_most + 1, 0) // BLOCK)
+    return start, whole_start, whole_stop, stop
 
 
 @triton.jit
@@ -414,24 +432,6 @@ def listed(found, tile, n_tiles, task):
         stop = tl.load(task.visits + line - 2)
         start, whole_start, whole_stop = 0, tl.load(task.visits + line - 1), stop
     return start, whole_start, whole_stop, stop, line
-
-
-@triton.jit
-def between(low, high, at_least, at_most, n_tiles, n_whole, BLOCK: tl.constexpr):
-    """Which of n_tiles tiles of keys a tile of queries visits, or the other way round, and which of them are whole.
-
-    Each of the tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
-    is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
-    among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
-    tiles whole_start to whole_stop - 1 are whole. If causal, rows 256 to 383 and tiles of 64 keys have 0, 0, 4, 6."""
-    start, whole_start, whole_stop, stop = 0, 0, n_whole, n_tiles
-    if at_least is not None:
-        start = tl.maximum(low + at_least, 0) // BLOCK
-        whole_start = tl.cdiv(tl.maximum(high + at_least, 0), BLOCK)
-    if at_most is not None:
-        stop = tl.minimum(stop, tl.cdiv(tl.maximum(high + at_most + 1, 0), BLOCK))
-        whole_stop = tl.minimum(whole_stop, tl.maximum(low + at_most + 1, 0) // BLOCK)
-    return start, whole_start, whole_stop, stop
 
 
 @triton.jit

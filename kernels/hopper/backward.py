@@ -545,7 +545,7 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
     c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
     words = philox(c0, c1, n.to(gl.uint32), 0, seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
-    # Bit 7 of each byte of `dropped`: whether it is below the threshold, by two of three as in drawn() of forward.py.
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold, by the rule of drawn() in forward.py.
     # In `bits` that of word w is bit 4 + w.
     to_add = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
     upper_is_0 = ((threshold >> 7) - 1).to(gl.uint32)
@@ -561,11 +561,11 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )
-    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, split)))
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, split)))  # 3: axis 4 without axis 1
     mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, split)
     mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
     key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
-    return mine >> (key & 16)  # bit 4 of the key; signed() takes bit 3
+    return mine >> (key & 16)  # bit 4 of the key, the same for a warp; signed() takes bit 3
 
 
 @gluon.jit

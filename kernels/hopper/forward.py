@@ -349,8 +349,8 @@ def pass_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
-    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits for each:
-    freed before it has come, it would count for the tile before in its place, which another consumer may still read."""
+    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits until
+    each has come: an earlier arrival would count for the tile before in that place, which another may still read."""
     for _ in range(tiles):
         wait_turn(C, how)  # all consumers have as many turns
         pass_turn(C, how)
@@ -419,7 +419,8 @@ def online_softmax(s, m, l, scale2):
 
 
 # $1: two elements, neighbours in a row. $2, $3: their keep, of which byte $4 (or $5, which is equal) counts. `pick` has
-# a nibble for each byte of `mask`: 8 + b is that byte filled with the sign of byte b of $2, and 12 + b with that of $3.
+# a nibble for each byte of `mask`: 8 + b fills it with the sign of byte b of $2, 12 + b with that of $3. If $4 is 1, it
+# is 0xdd99.
 KEPT = gl.constexpr("""{
     .reg .b32 mask, pick;
     mad.lo.u32 pick, $4, 0x1111, 0xcc88;
@@ -430,7 +431,7 @@ KEPT = gl.constexpr("""{
 
 # The layout (16, 32) of a tile's Philox calls: what each bit of the number of a register, a lane and a warp adds to
 # (i, j). i and j lack bits 3 and 4: [8, 0] is bit 5 of i, [0, 8] and [0, 16] bits 5 and 6 of j. Threads as in a
-# product's result, but there two warps have the same bit 5 of i: here bit 6 of j divides their calls.
+# product's result, where the number of a warp is bits 4 and 5 of i. Bit 4 is not here: bit 6 of j takes its place.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
 # The layout (16, 32, 2, 2) of words: each thread has those of its own elements. Bit 3 of i is a register, bit 4 a warp.
@@ -455,7 +456,8 @@ def drawn(n, row0, tile, seed, task, layout: gl.constexpr, how: gl.constexpr):
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, n.to(gl.uint32), 0, k0, k1)
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
-        # Four bytes at a time: a byte is at least the threshold if two of three are true: its upper bit is 1; its other
+        # Four bytes at a time, of which the upper bits count. A byte is at least the threshold if two of three are true
+        # (the majority below): its upper bit is 1; its other
         # bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         upper_is_0 = (task.threshold >> 7).to(gl.uint32) - 1
