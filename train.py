@@ -114,7 +114,7 @@ def main(cfg: DictConfig) -> float:
     if why:
         print(f"train: {why}", file=sys.stderr, flush=True)
     if why and in_sweep:
-        raise CompactHydraException(why)  # here: with a frame of one_run() Hydra would keep the model
+        raise CompactHydraException(why)  # here: Hydra keeps the traceback, which in one_run() would hold the model
     if code and not (code == 1 and in_sweep):
         sys.exit(code)
     return best
@@ -245,13 +245,13 @@ def train(run: Run) -> int:
         batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)  # by step or clock
-        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with the same dropout
+        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with attention's same dropout
         pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))  # train_step() enqueues the update
         if run.step == first:  # it has compiled, which does not count: the clock goes back
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # the last step evaluates, so none stays
+        while pending and (due or len(pending) > train_step.ahead):  # eval_every >= 1: after the last step none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
             log(run, update, stats, now - logged_at)
@@ -340,7 +340,7 @@ def evaluate(run: Run) -> float | None:
     for batch, real in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
-        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # with Ulysses T / N of the tokens
+        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # y: the targets that it averages over
         if real:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()

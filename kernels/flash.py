@@ -178,7 +178,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, tiles, task
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # (BLOCK_M, BLOCK_N)
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
-        dp = tl.dot(do_i, v_j.T, input_precision=how.PRECISION)  # 10
+        dp = tl.dot(do_i, v_j.T, input_precision=how.PRECISION)  # 10, without Z: score_gradient()
         p, softcap_grad = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, CUT)  # 8
         zp = drop(p, b * task.H + h, row0, column0, row, column, task)
         ds = score_gradient(p, zp, dp, delta_i[:, None], softcap_grad, task)  # 11
@@ -228,7 +228,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, tiles, task, p
         q_i = load(q, b, h, row0, how.BLOCK_M, how)
         s = tl.dot(k_j, q_i.T, input_precision=how.PRECISION)  # (BLOCK_N, BLOCK_M): already transposed for step 9
         do_i = load(do, b, h, row0, how.BLOCK_M, how)
-        dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10
+        dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10, without Z: score_gradient()
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
         minus_lse2_i, delta_i = tl.split(tl.load(row_terms + at * 2 + tl.arange(0, 2)[None, :]))
         p, softcap_grad = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, CUT)  # 8

@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken may be "mystery"
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken, but no "mystery"
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def resolve(config: AttentionConfig, device: str, head_size: int, T=None, break_
     """Turns impl=auto into the implementation that will run. T: the context length of a training; None: sampling.
 
     Without a CUDA GPU: tiled, so that the code to read is the code that runs. On a GPU with our kernels: triton for
-    sampling, where a training is faster with it, and for what sdpa lacks (dropout's mask, failures, options); otherwise
+    sampling, for a training that is faster with it, and for what sdpa lacks (dropout's mask, failures, options); else
     sdpa. On a GPU without them: sdpa, and tiled for what it lacks."""
     if config.impl != "auto":
         return config

@@ -9,15 +9,14 @@ column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights: rows r, r + 8, r + 16 and r + 24 of a square of 32 x 32, and
-columns alike. Each gets 8 bits:
+columns alike, because a thread holds 8 or 16 of just these in a tensor core's result. Each gets 8 bits:
 
     word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column
     counter           = ((row >> 5) << 3 | row & 7, the same of the column, b*H + h, 0): the other bits, pushed together
     key               = (low half of the seed, high half of the seed)
 
-Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101. In a tensor core's result
-one thread holds 8 or 16 of a call's weights.
+Row 13 = 0b01101 has 01 in bits 4 and 3, so its word is 1, and the counter has 0 << 3 | 0b101.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.

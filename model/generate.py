@@ -65,7 +65,7 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
 class Decoder:
     """The next token of each sequence, (B, 1): after a text by prefill(), then one after the other by decode(). With
     attention=triton decode() is recorded as a CUDA graph, because its launches from Python take ten times as long. The
-    model writes keys behind cache.length, and advance() counts them. With triton cache.position is that on the GPU."""
+    model writes keys from place cache.length on, then advance() raises it. With triton the GPU has it as position."""
 
     def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator

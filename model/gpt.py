@@ -219,7 +219,7 @@ class GPT(nn.Module):
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
             if spans is not None:  # a document's first token has none before it (nor has position 0)
-                first = spans[:, positions, 0]  # of each token's document; with Ulysses idx has fewer places than spans
+                first = spans[:, positions, 0]  # place of each token's document (with Ulysses idx has T / N tokens)
                 before = before.where(first < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:

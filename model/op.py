@@ -28,8 +28,9 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk and dv, or (triton, if T = T_k) one tensor of all three, so that a compiled model need not copy them
-    together; in_parts() splits it later, as an op may not return views of one memory. dlse: None if unused."""
+    """dq, dk and dv, or (triton, if T = T_k) one tensor of all three in the form of the projection's output, whose
+    gradient a compiled model then need not put together. in_parts() takes the views, which an op may not return. dlse:
+    None if the loss does not use lse."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)

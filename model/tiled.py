@@ -5,8 +5,8 @@ B batch, T queries, T_k keys, H query heads, H_kv key/value heads, D head size. 
 head are rows of one matrix, so keys are not copied. With N = B * H_kv, R rows and S columns of a tile:
     q, o, do (B, H, T, D), a tile (N, G R, D)    k, v (B, H_kv, T_k, D), a tile (N, S, D)    scores (N, G R, S)
 The steps have the numbers of model/attention.py. Scores, m and lse2 are in base 2, because hardware has exp2: log2(e)
-goes into the scale. lse is a natural logarithm. Products and sums are in float32 (float64 for float64 inputs); p and ds
-are rounded to the inputs' dtype, as a GPU kernel has to.
+goes into the scale. lse is a natural logarithm. Products and sums are in float32 (float64 for float64 inputs); for
+the products Z p and ds are rounded to the inputs' dtype, as a GPU kernel has to.
 
 Sources: Dao 2023 (arXiv 2307.08691); Milakov and Gimelshein 2018 (arXiv 1805.02867) for the online softmax.
 """

@@ -71,7 +71,7 @@ def choose_mode(
 ) -> str:
     """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention_config: resolved, not auto."""
     compiles = device.type == "cuda" and attention_config.impl != "tiled"  # tiled waits for a list of tiles
-    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # reads the generator's
+    saves_rng = config.recompute != "false" and draws_from_torch(config, attention_config)  # reads random state
     captures = compiles and not saves_rng and not sharded  # a graph may not read that, nor run FSDP2's hooks
     if wanted == "graph" and not captures:
         why = "a CUDA GPU, and no attention=tiled, no parallel.shard=true, no model.recompute with torch's dropout"
@@ -111,7 +111,7 @@ class TrainStep:
         self.batch: Batch | None = None
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self.skip_update = torch.zeros((), device=device)  # 1: skip it
-        for optimizer in self.optimizers:  # torch's fused AdamW and our Muon read found_inf; GradScaler sets it, too
+        for optimizer in self.optimizers:  # torch's fused AdamW and our Muon read found_inf; scaler.step() would set it
             optimizer.found_inf = self.skip_update  # type: ignore[attr-defined]
         self.stats = torch.zeros(4, device=device)
 
@@ -143,7 +143,8 @@ class TrainStep:
         # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
-            with self.autocast:  # cut(): x, y, documents, sequence, with Ulysses of T / N tokens; with y the mean loss
+            # The mean loss of this rank's tokens. cut(): x, y (with Ulysses T / N tokens), documents, sequence
+            with self.autocast:
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
             loss += share.detach()

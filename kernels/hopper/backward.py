@@ -14,7 +14,7 @@ rows of keys and values, and visits the tiles of queries that see them:
 
 Its jobs:
 
-    producer    one warp: takes the next tile of keys; copies k and v, then tiles of q and do, with -lse2 and -delta
+    producer    one warp: takes the next tile of keys; copies k and v, then tiles of q and do, with the `terms`
     consumer    two, of four warps each: s, p, dp and ds of KEYS keys, whose dk and dv stay in registers; then half of
                 the tile's dq, over the keys of both consumers
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
@@ -160,7 +160,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
     """dq = sums * scale, rounded to its dtype; 0 in the first `blind_rows` rows. The sums are those of the heads from
     n = begin on. A program computes half of a tile, (64, 64): half of its rows at D = 64, of its columns at D = 128."""
     per_head = 2 * tl.cdiv(T, ROWS)
-    n, half = tl.program_id(0) // per_head, tl.program_id(0) % per_head
+    n, half = tl.program_id(0) // per_head, tl.program_id(0) % per_head  # half: of all halves of a head
     x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes hand_over()
     i, d = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
@@ -405,7 +405,7 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
 def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
          MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. first_count: count at
-    the first tile, before which there is none."""
+    the first tile, before which there is none. Three orders: LATE (D = 64); DQ_FIRST alone; neither."""
     d_layout: gl.constexpr = dk_c.type.layout
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place, phase = count & 1, count >> 1 & 1
@@ -452,9 +452,9 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
     else:
         if not how.DQ_FIRST:
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
-        both_consumers()  # have stored ds, and have read that of the tile before, which the next one overwrites
+        both_consumers()  # have stored ds, and have read ds of the tile before, whose place the next tile takes
     if how.DQ_FIRST:
-        of_dq = count - 1 if how.LATE else count  # at the first tile a product that nobody uses; it does not wait
+        of_dq = count - 1 if how.LATE else count  # at the first tile a product that nobody uses: that wait is over
         dq_c = start_dq(of_dq, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -555,9 +555,10 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
         others = (w & 0x7F7F7F7F) + to_add
         dropped = ~((others & w) | ((others | w) & upper_is_0))
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
+    # An int32 for each call: its byte is by bits 3-4 of the key, and the bit 4 + w in it by those of the query
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
-    # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. The table has no axes 1 and 4: all along them are equal.
+    # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. So the table has no axes 1 and 4.
     split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )

@@ -230,8 +230,8 @@ def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
         group = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        # The place still holds the number of the group before the one just copied. All consumers have read it, because
-        # they have freed that group's q. Each thread writes to a place of its own; the first is read.
+        # The place was written two turns ago, with the number of the group before the one just copied. All consumers
+        # have read it, because they have freed that group's q. Each thread writes to its own place; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
         nth += 1
@@ -357,7 +357,7 @@ def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
         place, phase = count % how.STAGES, count // how.STAGES & 1
         mbarrier.wait(shared.k_full.index(place), phase)
         mbarrier.wait(shared.v_full.index(place), phase)
-        all_threads()  # have waited: a thread that looks later might wait for the next tile
+        all_threads()  # wait for each other: one that looks later might wait for the next tile
         mbarrier.arrive(shared.k_free.index(place), count=1)
         mbarrier.arrive(shared.v_free.index(place), count=1)
         count += 1
