@@ -63,7 +63,7 @@ MISTAKES = {  # what is typed, and what the error names
     "break_it=local_mask attention=tiled attention.documents=true": "causal mask",
     "break_it=stale_seed": "attention.dropout_p", "compile=graph": "compile=auto", "resume=nobody": "nobody",
     "init_from=nobody": "nobody", "device=cuda:77": "device=cuda:77",
-    "model.context_length=1000000": "model.context_length",
+    "model.context_length=1000000": "model.context_length", "experiment=long_extend": "init_from=",
 }  # fmt: skip
 
 

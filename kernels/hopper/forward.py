@@ -349,8 +349,8 @@ def pass_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
-    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits until
-    each has come: an earlier arrival would count for the tile before in that place, which another may still read."""
+    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits until each
+    has come: an earlier arrival would count for the tile before in that place, which another may still read."""
     for _ in range(tiles):
         wait_turn(C, how)  # all consumers have as many turns
         pass_turn(C, how)
@@ -456,9 +456,8 @@ def drawn(n, row0, tile, seed, task, layout: gl.constexpr, how: gl.constexpr):
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, n.to(gl.uint32), 0, k0, k1)
         word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
-        # Four bytes at a time, of which the upper bits count. A byte is at least the threshold if two of three are true
-        # (the majority below): its upper bit is 1; its other
-        # bits are at least those of the threshold; the upper bit of the threshold is 0.
+        # Four bytes at a time; their upper bits are the result. A byte is at least the threshold if two of three are
+        # true: its upper bit is 1; its other bits are at least those of the threshold; the threshold's upper bit is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         upper_is_0 = (task.threshold >> 7).to(gl.uint32) - 1
         word = gl.convert_layout((word & others) | (upper_is_0 & (word | others)), OWN_WORDS)
