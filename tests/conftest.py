@@ -92,8 +92,7 @@ def make(tmp_path: Path):
 
 @pytest.fixture
 def gpt2(monkeypatch) -> tiktoken.Encoding:
-    """A stand-in for GPT-2's tokenizer, which has to be downloaded: its pattern, name and number of symbols, but merges
-    of any two bytes."""
+    """Stands in for GPT-2's tokenizer, which has to be downloaded: its pattern and number of symbols, other merges."""
     ranks = {bytes([b]): b for b in range(256)} | {bytes(divmod(i, 256)): 256 + i for i in range(50_000)}
     special = {END_OF_TEXT: 50_256}
     made = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)

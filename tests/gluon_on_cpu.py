@@ -105,9 +105,10 @@ class Barrier:
         self.init(count)
 
     def init(self, count: int) -> None:
-        self.phases, self.bytes, self.count, self.missing = 0, 0, count, count
+        self.phases, self.bytes, self.count, self.missing, self.waited = 0, 0, count, count, False
 
     def wait(self, phase: int) -> None:
+        self.waited = True
         job().pause(lambda: self.phases & 1 != phase)
 
     def arrive(self, bytes: int = 0, count: int = 1) -> None:
@@ -123,8 +124,7 @@ class Barrier:
 
 
 def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
-    """What inline assembly computes. bar.sync N, 256 or bar.arrive N, 256: a program's barrier N completes a phase when
-    two jobs have come."""
+    """What inline assembly computes. bar.sync N, 256 or bar.arrive N, 256: a phase ends when two jobs have come."""
     if asm.startswith("mov."):
         return args[0]
     if not asm.startswith("bar."):
@@ -141,7 +141,8 @@ def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
 
 def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
-        return SimpleNamespace(index=[Barrier() for _ in range(shape[0])].__getitem__)
+        job().orders.barriers.append([Barrier() for _ in range(shape[0])])
+        return SimpleNamespace(index=job().orders.barriers[-1].__getitem__)
     return Place(torch.full(shape, -1 if dtype == torch.int32 else math.nan, dtype=dtype))
 
 
@@ -337,6 +338,8 @@ def launched(module: ModuleType, name: str, seed: int, *args: Any) -> None:
         for program in range(programs):
             Job(orders, program, programs, kernel, *args)
         orders.run()
+        # Triton gives the place of such a barrier to others, and then a kernel can hang on a GPU of several processes.
+        assert all(any(one.waited for one in some) for some in orders.barriers), "nobody waits for a barrier"
 
     grids = {(programs,): partial(run, programs) for programs in range(1, 5)}
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]  # the threads of jobs record gradients

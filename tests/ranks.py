@@ -30,8 +30,7 @@ def train(*arguments: str) -> None:
 
 
 def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: bool = False) -> None:
-    """Saves into `file` loss, norm and whole gradients of two passes of two sequences, in float64; and how many of the
-    weights this rank holds."""
+    """Saves into `file` loss, norm and whole gradients of two passes of two sequences, and how many weights it has."""
     ranks = join(ParallelConfig(**parallel), "cpu")
     torch.manual_seed(0)
     config = GPTConfig(n_layer=2, n_head=4, n_embd=32, context_length=64, vocab_size=50, **model)

@@ -99,8 +99,7 @@ def test_attention_hardly_spills_and_its_products_need_not_wait(kernels, arch):
 @slow
 @pytest.mark.parametrize("arch", ATTENTION)
 def test_the_loss_and_a_tokens_attention_spill_nothing(kernels, arch):
-    """Two programs of decode share a processor (sm_86 has too little memory), because one cannot keep enough keys on
-    their way to it."""
+    """Two programs of decode share a processor (not of sm_86): one cannot keep enough keys on their way to it."""
     found = kernels(arch, OTHERS)
     assert not beyond(found, clean)
     assert arch == 86 or not beyond(found[2:], lambda kernel: 2 * kernel["shared"] <= SHARED[arch])

@@ -88,7 +88,7 @@ Task = namedtuple("Task", "begin heads H T T_k scale2 dk_scale dv_scale seed thr
 #     ds       (4, KEYS, BLOCK_M): of two tiles by two consumers
 #     dq       (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
 #     taken    (2, 32): the number of the tile of keys, and of the next
-# and barriers, with one entry for each place, as in the forward.
+# and barriers, as in the forward: one for k and v, one for a tile's two ds (if LATE), else one for each place.
 Shared = namedtuple("Shared", "k v q do terms ds dq kv_full q_full do_full ds_full dq_full kv_free q_free do_free "
                     "ds_free dq_free taken taken_full taken_free")  # fmt: skip
 
@@ -188,8 +188,10 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H,
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 2 * how.BLOCK_M], terms.layout),
         gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], ds_layout),
         gl.allocate_shared_memory(gl.float32, [4, 1, 1, 16, 256], sums.layout),
-        barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),  # full: kv, q, do, ds, dq
-        barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),  # free: the same
+        # Full, then free: kv, q, do, ds, dq. No barrier that nobody waits for: Triton puts other data in its place, and
+        # it can be lost when the GPU switches to another process.
+        barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2) if how.LATE else None, barriers(4, 1),
+        barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2) if how.LATE else None, barriers(4, 1),
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1), barriers(2, 4),
     )  # fmt: skip
