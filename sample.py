@@ -84,7 +84,7 @@ def sample(cfg: Config) -> None:
     if cfg.prompt_file:
         content = sys.stdin.buffer.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_bytes()
         text = content.decode("utf-8-sig")
-    begin = trained.state.get("begin") or beginning(encoding)
+    begin = trained.state.get("begin") or beginning(encoding)  # a hub model has its own
     prompt = torch.tensor([[*begin, *encode(encoding, text).tolist()]], device=device)
     for number in range(cfg.num_samples):
         head = f"--- sample {number + 1} of {cfg.num_samples}\n" if cfg.num_samples > 1 else ""
@@ -109,7 +109,7 @@ def one_behind(tokens: Iterator[Tensor]) -> Iterator[int]:
     """Tokens (1, 1) of a CUDA GPU as integers. Each is read while the GPU computes the next one."""
     end: Any = None
     sent = ((token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()) for token in tokens)
-    for (copy, arrived), _ in pairwise(chain(sent, [end])):
+    for (copy, arrived), _ in pairwise(chain(sent, [end])):  # asks for the next token first
         arrived.synchronize()
         yield int(copy)
 

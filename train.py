@@ -95,13 +95,13 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step. 0: never. After the last step all, but "failure" at probe.STEPS only."""
+        """What is to be done after this step. A key of 0: never; else also after the last. "failure": probe.STEPS."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
         due = {what for what, n in every.items() if n and (over or step % n == 0)}
         due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does what is removed matter?
-        return due | ({"save"} if "evaluate" in due or self.clock.signal else set())  # so the best is saved
+        return due | ({"save"} if "evaluate" in due or self.clock.signal else set())  # the best, or to go on later
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -115,7 +115,7 @@ def main(cfg: DictConfig) -> float:
         print(f"train: {why}", file=sys.stderr, flush=True)
     if why and in_sweep:
         raise CompactHydraException(why)  # here: Hydra keeps the traceback, which in one_run() would hold the model
-    if code and not (code == 1 and in_sweep):
+    if code and not (code == 1 and in_sweep):  # after a NaN a sweep goes on with its next job
         sys.exit(code)
     return best
 
@@ -165,7 +165,7 @@ def set_up(composed: DictConfig) -> Run:
     kept = from_json(source.tokenizer) if source else None  # for tokenizer=kept
     with ranks.main_process_first():  # rank 0 prepares the data, the others open it
         dataset = open_data(cfg.data, cfg.tokenizer, kept, T, cfg.runs)
-    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)  # sets cfg
+    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, len(dataset.train), ranks.data_size, device)  # fills cfg
     step, state = (resumed.step, resumed.state) if resumed else (0, {})
     documents = (dataset.train_documents, dataset.val_documents) if cfg.attention.documents else (None, None)
     validation = validation_batches(dataset.val, documents[1], cfg.batch_size, T, cfg.eval_tokens)
@@ -245,9 +245,9 @@ def train(run: Run) -> int:
         batch = stacked(run.loader.next() for _ in range(micro_batches))
         run.step += 1
         lr = learning_rate(cfg.schedule_step(run.step, clock.seconds), cfg.steps, cfg.optimizer)  # by step or clock
-        rng = machine.rng_state() if cfg.probe.every else {}  # to search this step again with attention's same dropout
+        rng = machine.rng_state() if cfg.probe.every else {}  # a search for this step's NaN drops the same weights
         pending.append(Pending(run.step, lr, train_step(batch, lr), batch, rng))  # train_step() enqueues the update
-        if run.step == first:  # it has compiled, which does not count: the clock goes back
+        if run.step == first:  # not counted, as it may compile: the clock goes back
             clock.start()
         clock.sync()
         due = run.due()
@@ -340,7 +340,7 @@ def evaluate(run: Run) -> float | None:
     for batch, real in run.ranks.shares(run.validation):
         if run.clock.sync():
             break
-        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # y: the targets that it averages over
+        loss, y = float(run.train_step.loss_of(batch)), run.ranks.cut(batch)[1]  # y: the targets of this rank
         if real:  # else a dummy, so that all ranks make as many forwards
             nats += loss * y.numel()
             tokens += y.numel()

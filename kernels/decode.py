@@ -60,7 +60,7 @@ def decode_kernel(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 5 for a key head and every splits-th tile from the window's first tile + split on. m is in base 2."""
+    """Steps 1 to 5 for a key head and every splits-th tile from tile `split` of the window on. m is in base 2."""
     key_head, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     row = key_head * G + g  # of q and o: b * H + h

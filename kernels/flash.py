@@ -17,7 +17,7 @@ backward; Salmon et al. 2011 for Philox.
 Difference from the paper: the backward makes two passes, so it computes the scores twice, in seven products instead of
 five. But no two programs add to the same number, so a second run gives the same bits.
 
-m and s * factor are in base 2, because the hardware has exp2: log2(e) is in s or in its factor. From Hopper on this
+m and the scores are in base 2, because the hardware has exp2: log2(e) is in s or in its factor. From Hopper on this
 file loads tiles through tensor descriptors, which handle strides and edges.
 """
 
@@ -81,7 +81,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     # Inside a loop Triton 3.6 turns fields of a tuple argument that equal 1 into None, but not of a tuple made here.
     task = Task(*task)
-    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: the five numbers of listed()
+    n, b, h, row0, tiles = tile_of_queries(task, how)  # tiles: which to visit, by listed()
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -328,7 +328,7 @@ def drop(p, n, row0, column0, row, column, task):
         w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), 0, k0, k1)
         bit4, bit3 = (row & 16) != 0, (row & 8) != 0
         word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
-        # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
+        # column & 24 is 8 times its byte. With that at the top the bits below cannot change the comparison.
         keep = (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
         p = tl.where(keep, p, task.zero)
     return p
@@ -402,8 +402,8 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def in_documents(found, b, low, high, offset, task, BLOCK: tl.constexpr):
-    """`found` by between(), narrowed. Visited: from the first of low's document to the last of high's. Whole: from
-    the first of high's to the last of low's, so none unless they are one document. offset: the position of row 0 if
+    """`found` by between(), narrowed. Visited: from the start of low's document to the end of high's. Whole: from the
+    start of high's to the end of low's, so none unless they are one document. offset: the position of row 0 if
     tiles of queries, else 0."""
     if task.spans is not None:
         start, whole_start, whole_stop, stop = found
@@ -439,7 +439,7 @@ def loop_over(tiles, task, CUT: tl.constexpr):
     """The loop's range: the whole tiles or, with CUT, those around them. And the first `next_tile` of tile_at()."""
     start, whole_start, whole_stop, stop, line = tiles
     if CUT:
-        stop = stop - (whole_stop - whole_start)
+        stop = stop - (whole_stop - whole_start)  # tile_at() skips these
     else:
         start, stop = whole_start, whole_stop
     next_tile = start

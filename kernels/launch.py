@@ -55,7 +55,7 @@ def backward(q, k, v, o, lse2, do, dlse, problem: Problem) -> list[Tensor]:
     if "stale_seed" in problem.broken and problem.seed is not None:
         problem = problem._replace(seed=problem.seed + 1)
     with torch.cuda.device_of(q):
-        if runs_on_hopper(q, problem, ON_HOPPER - {"window", "spans"}):
+        if runs_on_hopper(q, problem, ON_HOPPER - {"window", "spans"}):  # the forward has these
             from kernels.hopper.backward import launch_backward
 
             launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)

@@ -89,7 +89,7 @@ def attention(
     Returns o (B, H, T, D), and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for float64
     inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0. Raises ValueError for what does not fit.
     tiled and triton have no second derivatives (a gradient penalty) and no forward mode: their jvp is 0."""
-    problem = problem_of(q, k, v, config, causal, seed, spans, break_it)  # kernels/problem.py: lengths, rules, scale
+    problem = problem_of(q, k, v, config, causal, seed, spans, break_it)  # kernels/problem.py: all but q, k and v
     match config.impl:
         case "naive":
             with without_autocast(q):
@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken, but no "mystery"
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken; for "mystery" what it is
     )  # fmt: skip
 
 

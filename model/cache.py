@@ -42,7 +42,7 @@ class KVCache:
         that is held, like q. others: not needed, because sampling has no dropout and no documents, and a broken model
         has no cache."""
         T = q.shape[2]
-        if T == 1 and self.position is not None:  # decode() reads it on the device, and keeps k and v
+        if T == 1 and self.position is not None:  # the kernel reads it on the device, and writes k and v
             from kernels.decode import decode
 
             slopes = alibi_slopes(q.shape[1], q.device) if config.alibi else None

@@ -9,7 +9,7 @@ column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights: rows r, r + 8, r + 16 and r + 24 of a square of 32 x 32, and
-columns alike, because a thread holds 8 or 16 of just these in a tensor core's result. Each gets 8 bits:
+four columns 8 apart, because a thread holds 8 or 16 of just these in a tensor core's result. Each gets 8 bits:
 
     word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column
@@ -51,7 +51,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 
     The words are int64, because torch has no unsigned 32-bit product with a high half. In int64 c * M can exceed 2**63,
     which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
-    p never overflows and has the same low half; its high half is c too low, so (p >> 32) + c is right."""
+    p never overflows and has the same low half; its high half is too low by c, so (p >> 32) + c is right."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):

@@ -39,7 +39,7 @@ class Sampler:
             ordered, order = (logits.float() * beta).softmax(-1).sort(descending=True, dim=-1)
             surplus = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier suffice; the likeliest always stays
             logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)  # in the vocabulary's order
-        # A draw from softmax(beta * logits): the index of the least log E - beta * logits, E exponentially distributed.
+        # A draw from softmax(beta * logits) by Gumbel-max: the index of the least log E - beta * logits, E exponential.
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log_()
         return torch.sub(noise, logits, alpha=beta).argmin(-1, keepdim=True)
 
@@ -65,7 +65,7 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
 class Decoder:
     """The next token of each sequence, (B, 1): after a text by prefill(), then one after the other by decode(). With
     attention=triton decode() is recorded as a CUDA graph, because its launches from Python take ten times as long. The
-    model writes keys from place cache.length on, then advance() raises it. With triton the GPU has it as position."""
+    model writes keys from place cache.length on, then advance() raises it. With triton it is cache.position, too."""
 
     def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator
@@ -76,7 +76,7 @@ class Decoder:
     def prefill(self, text: Tensor) -> Tensor:
         """The token after a text (B, T). The cache, if there is one, then holds the text."""
         if self.cache is not None:
-            self.cache.advance(-self.cache.length)
+            self.cache.advance(-self.cache.length)  # empties it
         token = self.next(text, prefill=True)
         if self.cache is not None:
             self.cache.advance(text.shape[1])

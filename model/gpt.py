@@ -203,7 +203,7 @@ class GPT(nn.Module):
         """Token ids (B, T) to logits (B, T, V), with last (B, 1, V); with targets (B, T) to the mean loss in nats.
 
         documents: integers, (B, T) of whole sequences, read only with attention.documents. sequence: None, or an object
-        whose place() says where the tokens are, and whose attends() has each layer's attention: a KVCache, say."""
+        whose place() says where the tokens are, and whose attends() has each layer's attention: see model/cache.py."""
         x = self.hidden(idx, documents, sequence)
         if targets is not None:
             return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -219,7 +219,7 @@ class GPT(nn.Module):
         x = self.embedding(idx)  # (B, T, C)
         if self.bigrams is not None:
             if spans is not None:  # a document's first token has none before it (nor has position 0)
-                first = spans[:, positions, 0]  # place of each token's document (with Ulysses idx has T / N tokens)
+                first = spans[:, positions, 0]  # of each token's document (with Ulysses idx has T / N tokens)
                 before = before.where(first < positions, -1)
             x = x + self.bigrams(idx, before)
         if self.positions is not None:
@@ -241,7 +241,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> float:
-        """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), but causal attention at half: 6 for
+        """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), but without hidden scores: 6 for
         each weight that multiplies, and in each layer 12 C for each key that a query sees."""
         tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not self.head.weight]
         windows = [min(self.attention_config.layer(i).window or T, T) for i in range(self.config.n_layer)]

@@ -39,6 +39,6 @@ def spans_of(documents: Tensor) -> Tensor:
     T = documents.shape[1]
     at = torch.arange(T, device=documents.device)
     new = documents[:, 1:] != documents[:, :-1]
-    first = torch.where(F.pad(new, (1, 0)), at, 0).cummax(1).values
-    last = torch.where(F.pad(new, (0, 1)), at, T - 1).flip(1).cummin(1).values.flip(1)
+    first = torch.where(F.pad(new, (1, 0)), at, 0).cummax(1).values  # the last start so far
+    last = torch.where(F.pad(new, (0, 1)), at, T - 1).flip(1).cummin(1).values.flip(1)  # the next end
     return torch.stack((first, last), -1).int()

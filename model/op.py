@@ -28,9 +28,9 @@ def forward(q, k, v, impl, block_m, block_n, *problem) -> tuple[Tensor, ...]:
 
 
 def backward(q, k, v, o, lse2, do, dlse, impl, block_m, block_n, *problem) -> list[Tensor]:
-    """dq, dk and dv, or (triton, if T = T_k) one tensor of all three in the form of the projection's output, whose
-    gradient a compiled model then need not put together. in_parts() takes the views, which an op may not return. dlse:
-    None if the loss does not use lse."""
+    """dq, dk and dv; or (triton, if T = T_k) one tensor of all three, laid out as the model's qkv() returns them: then
+    a compiled model does not concatenate them. in_parts() cuts it: an op may not return views. dlse: None if the loss
+    does not use lse."""
     if impl == "tiled":
         with without_autocast(q):
             return tiled.backward(q, k, v, o, lse2, do, dlse, Problem(*problem), block_m, block_n)

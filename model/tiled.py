@@ -30,7 +30,7 @@ Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...), after e
 
 def tiles_of(problem: Problem, block_m: int, block_n: int, device: torch.device) -> Iterator[tuple[range, list]]:
     """For each tile of rows, the tiles of columns to visit, each with whether the mask cuts it: (range, bool)."""
-    visited, whole = tile_table(problem, block_m, block_n, device)  # (1 or B, row tiles, column tiles)
+    visited, whole = tile_table(problem, block_m, block_n, device)  # any or all scores seen: (1 or B, tiles, tiles)
     visit, cut = visited.any(0).tolist(), (~whole).any(0).tolist()  # of any sequence of the batch
     columns = [range(j, min(j + block_n, problem.T_k)) for j in range(0, problem.T_k, block_n)]
     for t, i in enumerate(range(0, problem.T, block_m)):

@@ -4,7 +4,7 @@
     stats.wait()                        waits for its loss, gradient norm, ...
 
 update() is the step, and it is the same code in all three modes: eager; compiled (each block by torch.compile); graph
-(the compiled step is one CUDA graph, so a small model no longer waits for Python: 5 ms a step instead of 12).
+(the compiled step is one CUDA graph, so that a small model does not wait for Python).
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. If
 stop_on_nan, the device itself skips a bad update and all after it (in fp16, if only a gradient overflows, that update
@@ -95,13 +95,13 @@ class TrainStep:
     def __post_init__(self):
         self.device = device = next(self.model.parameters()).device
         if self.mode != "eager":
-            # torch.compile's cache on the disk knows an op by its name alone, so the key gets the files that define it.
+            # torch.compile's cache on the disk knows an op by its name alone: it would not see a change of these.
             source = b"".join(Path(getfile(what)).read_bytes() for what in (op, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             # When torch.compile compiles, it sets TRITON_CACHE_DIR to its own folder. A second run, which finds all
             # compiled, would look for our kernels in Triton's folder and compile them again: 9 s.
             os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-            for block in self.model.blocks:  # compiled once for each window; the whole model takes ten times as long
+            for block in self.model.blocks:  # once for each attention.window; the whole model takes ten times as long
                 # One kernel for both sums of a norm's backward is slower (docs/findings.md, 25)
                 block.compile(dynamic=False, options={"triton.mix_order_reduction": False})
         self.ahead = AHEAD.get(device.type, 0)
@@ -133,7 +133,7 @@ class TrainStep:
             self.graph.replay()
         else:
             self.update(self.batch)
-        numbers = self.stats.to("cpu", non_blocking=cuda, copy=True)  # in pinned memory, if it does not wait
+        numbers = self.stats.to("cpu", non_blocking=cuda, copy=True)  # non_blocking: to pinned memory
         event = torch.cuda.current_stream(self.device).record_event() if cuda else None
         self.steps += 1
         return PendingStats(numbers, event)
@@ -143,7 +143,7 @@ class TrainStep:
         # Forward and backward. The gradient is that of the mean loss over all micro-batches, scaled in fp16.
         loss = torch.zeros((), device=self.device)
         for part in batch.micro_batches():
-            # The mean loss of this rank's tokens. cut(): x, y (with Ulysses T / N tokens), documents, sequence
+            # This rank's share of the mean loss. cut(): x, y (with Ulysses T / N tokens), documents, sequence
             with self.autocast:
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()

@@ -84,7 +84,7 @@ Task = namedtuple("Task", "begin heads H T T_k scale2 dk_scale dv_scale seed thr
 # What lies in shared memory. Places for tiles:
 #     k, v     (2, 1, 1, KEYS, D): one of each consumer; in the end dk and dv, too
 #     q, do    (2, 1, 1, BLOCK_M, D)
-#     terms    (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta; with q's barriers
+#     terms    (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta * delta_scale; with q's barriers
 #     ds       (4, KEYS, BLOCK_M): of two tiles by two consumers
 #     dq       (4, 1, 1, 16, 256): halves of two tiles, by two consumers: hand_over()
 #     taken    (2, 32): the number of the tile of keys, and of the next
@@ -98,7 +98,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout, threshold = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.threshold
-    keep_scale, doubled = problem.keep_scale, 2.0 if dropout else 1.0  # doubled: step() has p + |p| in place of p
+    keep_scale, doubled = problem.keep_scale, 2.0 if dropout else 1.0  # doubled: step() has p + |p|, so 2 p
     scale = problem.scale * keep_scale / doubled  # of dq and dk: step() computes ds * doubled / keep_scale
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
@@ -114,7 +114,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     for begin in range(0, B * H_kv, at_once):
         heads = min(at_once, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * heads  # those that have keys
-        counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
+        counters = torch.zeros(1 + heads * G * tiles * 2, dtype=torch.int32, device=q.device)  # items taken; added
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
@@ -289,7 +289,7 @@ def producer(shared, q, do, k, v, terms, counters, task, how: gl.constexpr):
                 mbarrier.expect(full, do.block_type.nbytes)
                 async_load(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
-        # Not earlier: whoever takes a later item may wait for the sums of the one taken here.
+        # Not earlier: others, with later items, may wait for the sums of the one taken here.
         item = gl.atomic_add(counters, 1)
         nth += 1
         tell(shared, nth, item)
@@ -423,7 +423,7 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
     if how.DROPOUT:
-        if how.LATE:  # draw() writes to the place of ds
+        if how.LATE:  # draw() writes to the place of ds. (Else both_consumers() has waited)
             mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
         bits = draw(n, t * how.BLOCK_M, column0, seed, task.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
@@ -456,7 +456,7 @@ def step(dk_c, dv_c, count, first_count, n, t, column0, shared, task, seed,
             dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read ds of the tile before, whose place the next tile takes
     if how.DQ_FIRST:
-        of_dq = count - 1 if how.LATE else count  # at the first tile a product that nobody uses: that wait is over
+        of_dq = count - 1 if how.LATE else count  # at the first tile a product that nobody uses: its ds is there
         dq_c = start_dq(of_dq, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
@@ -491,7 +491,7 @@ def await_dq_place(count, shared, C: gl.constexpr):
 @gluon.jit
 def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     """Gives half of a tile of dq to the adder. If how.LATE, first frees the ds that it was computed from: the other
-    consumer may wait for it."""
+    consumer may wait for it. If how.DQ_FIRST, waits for the place; else step() has."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
     if how.DQ_FIRST:
@@ -508,7 +508,8 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Starts ds^T k over the keys of both consumers, for half of the tile of dq, (64, 64)."""
+    """Starts ds^T k over the keys of both consumers, for half of the tile of dq, (64, 64): half of its columns at
+    D = 128, of its rows at D = 64."""
     if how.LATE:
         mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -557,14 +558,14 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
         others = (w & 0x7F7F7F7F) + to_add
         dropped = ~((others & w) | ((others | w) & upper_is_0))
         bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
-    # An int32 for each call: its byte is by bits 3-4 of the key, and the bit 4 + w in it by those of the query
+    # An int32 for each call: bits 3-4 of the key choose its byte, and those of the query, w, the bit 4 + w in it
     table = as_table(place, SQUARES)
     table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
     # Axes: bits 5 on, 3-4, 0-2 of the key, then of the query. So the table has no axes 1 and 4.
     split: gl.constexpr = (
         gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
     )
-    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, split)))  # 3: axis 4 without axis 1
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, split)))  # without axis 1, then 4
     mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, split)
     mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
     key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)

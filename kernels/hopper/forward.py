@@ -197,7 +197,7 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
-    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's position; spans end at T_k - 1
+    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's; past T there may be rows, but no spans
     high = low + how.ROWS - 1  # the last row's
     n_tiles, n_whole = gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N
     found = between(low, high, task.at_least, task.at_most, n_tiles, n_whole, how.BLOCK_N)
@@ -230,7 +230,7 @@ def producer(shared, q, k, v, counter, G, task, how: gl.constexpr):
             count += 1
         # Only now, when the consumers have at most STAGES tiles left: one taken early would wait while others idle.
         group = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        # The place was written two turns ago, with the number of the group before the one just copied. All consumers
+        # The place was written two groups ago, with the number of the group before the one just copied. All consumers
         # have read it, because they have freed that group's q. Each thread writes to its own place; the first is read.
         shared.taken.index(nth & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(shared.taken_full.index(nth & 1), count=1)
@@ -350,7 +350,7 @@ def pass_turn(C: gl.constexpr, how: gl.constexpr):
 @gluon.jit
 def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
     """Frees tiles unread, which only the rows of other consumers see. Returns the new count. It waits until each
-    has come: an earlier arrival would count for the tile before in that place, which another may still read."""
+    has come: an earlier arrival would count for the tile before in that place, which another consumer may read."""
     for _ in range(tiles):
         wait_turn(C, how)  # all consumers have as many turns
         pass_turn(C, how)
