@@ -98,7 +98,7 @@ def write(cfg: Config, model: GPT, encoding: tiktoken.Encoding, prompt: Tensor, 
     generator = torch.Generator(prompt.device).manual_seed(seed)
     tokens = generate(model, prompt, cfg.max_new_tokens, cfg, generator, cfg.cache)
     ids = one_behind(tokens) if prompt.is_cuda else map(int, tokens)
-    for part in to_text(encoding, ids):
+    for part in to_text(encoding, ids):  # ends at the first end of text
         print(part, end="", flush=True)
         count += 1
     print()

@@ -140,7 +140,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
             best = run.metrics.best[0]
             run.metrics.close(code)
             run.lock.release()
-    if run and not why:
+    if run and not why:  # perhaps of this rank alone, and leave() waits for all
         run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
         run.ranks.leave()
     return code, best, why
@@ -251,7 +251,7 @@ def train(run: Run) -> int:
             clock.start()
         clock.sync()
         due = run.due()
-        while pending and (due or len(pending) > train_step.ahead):  # eval_every >= 1: after the last step none stays
+        while pending and (due or len(pending) > train_step.ahead):  # after the last step or a signal none stays
             update = pending.pop(0)
             stats, now = update.stats.wait(), time.perf_counter()
             log(run, update, stats, now - logged_at)

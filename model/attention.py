@@ -177,7 +177,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, spans=N
         T=T, T_k=T_k, causal=causal, window=window, spans=spans, blocks=blocks,
         block_size=config.block_mask_size, scale=scale * break_it.score_gain, softcap=config.softcap,
         slopes=alibi_slopes(H, q.device) if config.alibi else None, seed=seed if dropping else None,
-        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken; for "mystery" what it is
+        dropout_p=config.dropout_p if dropping else 0.0, broken=break_it.removed,  # .broken; a mystery by its name
     )  # fmt: skip
 
 

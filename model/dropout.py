@@ -9,7 +9,7 @@ column (n = b*H + h), would overflow and repeat the mask from T = 18,919 on with
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
 matrix products. So one call decides for 16 weights: rows r, r + 8, r + 16 and r + 24 of a square of 32 x 32, and
-four columns 8 apart, because a thread holds 8 or 16 of just these in a tensor core's result. Each gets 8 bits:
+four columns 8 apart, because a thread has 8 or all of these 16 in a tensor core's result. Each gets 8 bits:
 
     word  of a weight = bits 3 and 4 of its row, counted from 0
     byte  of the word = bits 3 and 4 of its column

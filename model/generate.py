@@ -65,7 +65,7 @@ def generate(model: GPT, idx: Tensor, count: int, sampler: Sampler, generator=No
 class Decoder:
     """The next token of each sequence, (B, 1): after a text by prefill(), then one after the other by decode(). With
     attention=triton decode() is recorded as a CUDA graph, because its launches from Python take ten times as long. The
-    model writes keys from place cache.length on, then advance() raises it. With triton it is cache.position, too."""
+    model writes keys from place cache.length on, then advance() raises it. With triton cache.position is the length."""
 
     def __init__(self, model: GPT, cache: KVCache | None, sampler: Sampler, generator: torch.Generator | None):
         self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator
@@ -85,7 +85,7 @@ class Decoder:
 
     def decode(self) -> Tensor:
         """The token after the last one."""
-        assert self.cache is not None, "prefill() a text first"
+        assert self.cache is not None, "decode() needs a cache"
         may_record = self.token.is_cuda and self.cache.position is not None  # a tensor with attention=triton
         if may_record and self.decoded == WARM_UP:
             self.graph = torch.cuda.CUDAGraph()
