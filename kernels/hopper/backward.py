@@ -193,7 +193,7 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H,
         barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2) if how.LATE else None, barriers(4, 1),
         barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2) if how.LATE else None, barriers(4, 1),
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2, 1), barriers(2, 4),
+        barriers(2, 1), barriers(2, 4),  # taken: full, and free when four jobs have read it
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
     gl.warp_specialize([
@@ -498,7 +498,8 @@ def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
         await_dq_place(count, shared, C)
     place = (count & 1) * 2 + C
     # (64, 64) as (16, 256), with four numbers of a thread, two of row r and two of r + 8, side by side. Then it stores
-    # all four at once, and the threads of a warp write to different banks of shared memory.
+    # all four at once, and the threads of a warp write to different banks of shared memory. The axes are: warp, r or
+    # r + 8, r; eight columns, a pair of them, one of it. In memory: eight columns, warp, r, pair; then the four.
     dq_c = dq_c.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((16, 256))
     shared.dq.index(place).reshape((16, 256)).store(dq_c)
     fence_async_shared()

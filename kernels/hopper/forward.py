@@ -155,7 +155,8 @@ def forward_kernel(q, k, v, o, lse, lse2, counter, G, heads, section, H, T, T_k,
 def barriers(PLACES: gl.constexpr, COUNT: gl.constexpr):
     """A barrier for each place, whose phase ends after COUNT arrivals. Phases are numbered 0, 1, 0, 1, ... Tile x,
     counted from 0, lies in place x % PLACES (q in its consumer's): the reader waits for phase x // PLACES & 1 of
-    NAME_full, the writer for the other phase of NAME_free. A new barrier is past a phase 1, so its place is free."""
+    NAME_full, the writer for the other phase of NAME_free. Of 2 places, tile 5 lies in place 1, with phase 0. A new
+    barrier is past a phase 1, so its place is free."""
     found = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
         mbarrier.init(found.index(i), count=COUNT)
@@ -420,7 +421,7 @@ def online_softmax(s, m, l, scale2):
 
 # $1: two elements, neighbours in a row. $2, $3: their keep, of which byte $4 (or $5, which is equal) counts. `pick` has
 # a nibble for each byte of `mask`: 8 + b fills it with the sign of byte b of $2, 12 + b with that of $3. If $4 is 1, it
-# is 0xdd99.
+# is 0xdd99. (prmt: 8 stands for the sign, and of its bytes 0 to 7 the last four are of $3.)
 KEPT = gl.constexpr("""{
     .reg .b32 mask, pick;
     mad.lo.u32 pick, $4, 0x1111, 0xcc88;
