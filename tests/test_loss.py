@@ -1,5 +1,4 @@
-"""The loss in chunks is cross-entropy, in value and gradient, without the N x V table. The kernel runs on a GPU, or in
-Triton's interpreter."""
+"""The loss in chunks is cross-entropy, in value and gradient, without the N x V table; with the kernel, too."""
 
 import pytest
 import torch
