@@ -143,7 +143,7 @@ def their_config(model: GPTConfig, attention: AttentionConfig, **tokens: int) ->
     for group, mine, back in zip(("model", "attention"), (model, attention), configuration(made), strict=True):
         for name, value in vars(mine).items():
             if value != (other := getattr(back, name)) and name not in FREE:
-                raise ValueError(f"{group}.{name}={value}: transformers' {kind} has {other}; train a model with that")
+                raise ValueError(f"{group}.{name}={value}: transformers' {kind} has {other}; train model=nano-llama")
     return made
 
 
