@@ -95,13 +95,13 @@ class Run:
         return self.step >= self.cfg.steps or self.clock.seconds >= 60 * (self.cfg.max_minutes or math.inf)
 
     def due(self) -> set[str]:
-        """What is to be done after this step. A key of 0: never; else also after the last. "failure": probe.STEPS."""
+        """What is to be done after this step: keys of 0 never, others also after the last. "failure": probe.STEPS."""
         cfg, step, over = self.cfg, self.step, self.is_over()
         every = {"probe": cfg.probe.every, "evaluate": cfg.eval_every, "sample": cfg.sample_every,
                  "save": cfg.checkpoint_every}  # fmt: skip
         due = {what for what, n in every.items() if n and (over or step % n == 0)}
         due |= {"failure"} if cfg.break_it.broken and step in probe.STEPS else set()  # does what is removed matter?
-        return due | ({"save"} if "evaluate" in due or self.clock.signal else set())  # the best, or to go on later
+        return due | ({"save"} if "evaluate" in due or self.clock.signal else set())  # to keep the best, or go on later
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -140,7 +140,7 @@ def one_run(cfg: DictConfig) -> tuple[int, float, str]:
             best = run.metrics.best[0]
             run.metrics.close(code)
             run.lock.release()
-    if run and not why:  # perhaps of this rank alone, and leave() waits for all
+    if run and not why:  # why may be of this rank alone, and leave() waits for all
         run.train_step.graph = None  # or NCCL would wait for it for ever (pytorch/pytorch#115388)
         run.ranks.leave()
     return code, best, why

@@ -328,7 +328,7 @@ def drop(p, n, row0, column0, row, column, task):
         w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), 0, k0, k1)
         bit4, bit3 = (row & 16) != 0, (row & 8) != 0
         word = tl.where(bit4, tl.where(bit3, w3, w2), tl.where(bit3, w1, w0))
-        # column & 24 is 8 times its byte. With that at the top the bits below cannot change the comparison.
+        # column & 24: 8 times the number of its byte. With it at the top, the bits below cannot change the comparison.
         keep = (word << (24 - (column & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
         p = tl.where(keep, p, task.zero)
     return p
@@ -439,7 +439,7 @@ def loop_over(tiles, task, CUT: tl.constexpr):
     """The loop's range: the whole tiles or, with CUT, those around them. And the first `next_tile` of tile_at()."""
     start, whole_start, whole_stop, stop, line = tiles
     if CUT:
-        stop = stop - (whole_stop - whole_start)  # tile_at() skips these
+        stop = stop - (whole_stop - whole_start)  # tile_at() skips the whole ones
     else:
         start, stop = whole_start, whole_stop
     next_tile = start

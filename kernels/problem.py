@@ -119,7 +119,7 @@ def tile_table(problem: Problem, block_m: int, block_n: int, device: torch.devic
         on = on_before[i1 + 1, j1 + 1] - on_before[i0, j1 + 1] - on_before[i1 + 1, j0] + on_before[i0, j0]
         visited, whole = visited & (on > 0), whole & (on == (i1 + 1 - i0) * (j1 + 1 - j0))
     visited, whole = visited[None], whole[None]
-    if problem.spans is not None:  # of a tile's top and bottom row; neither end of a document falls along T
+    if problem.spans is not None:  # neither end of a row's document falls along T: two rows of a tile suffice
         (top_first, top_last), (bottom_first, bottom_last) = (problem.spans[:, i].unbind(-1) for i in (top, bottom))
         visited = visited & (right >= top_first) & (left <= bottom_last)
         whole = whole & (left >= bottom_first) & (right <= top_last)

@@ -340,7 +340,7 @@ def launched(module: ModuleType, name: str, seed: int, *args: Any) -> None:
             Job(orders, program, programs, kernel, *args)
         orders.run()
         for alike in zip(*orders.barriers.values(), strict=True):  # of all programs
-            assert any(one.waited for some in alike for one in some), "nobody waits for one (docs/findings.md, 65)"
+            assert any(one.waited for some in alike for one in some), "a barrier without a wait (docs/findings.md, 65)"
 
     grids = {(programs,): partial(run, programs) for programs in range(1, 5)}
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]  # the threads of jobs record gradients

@@ -17,7 +17,7 @@ class Orders:
     def __init__(self, seed: int):
         self.random, self.main = random.Random(seed), threading.Semaphore(0)
         self.hardware: dict[tuple, Any] = {}  # barriers by program and name
-        self.barriers: dict[int, list[list]] = {}  # of each program
+        self.barriers: dict[int, list[list]] = {}  # mbarriers of each program
         self.met: Counter[int] = Counter()  # of a program: how often its consumers called meet()
         self.speeds: dict[Any, float] = {}  # of the jobs that have not ended, and the copies and products in flight
 

@@ -24,7 +24,7 @@ DECODED = [
 
 @pytest.mark.parametrize("case", DECODED, ids=case_name)
 def test_a_new_token_is_within_twice_naives_error_however_the_keys_are_split(case, monkeypatch):
-    """Each case with one dtype, and one split or one for each tile. The cache has 40 more places, and is NaN there."""
+    """Each case with one dtype, and one split or one for each tile. The new token's place and 40 more hold NaN."""
     number = DECODED.index(case)
     monkeypatch.setattr(decode_module, "processors", lambda device: (0, 1000)[number % 2])
     inputs = case.inputs(DTYPES[number % 3], DEVICE)

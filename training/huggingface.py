@@ -140,10 +140,14 @@ def their_config(model: GPTConfig, attention: AttentionConfig, **tokens: int) ->
             "sliding_window": attention.window}  # fmt: skip
     sizes = {name: getattr(model, ours) for ours, name in (GPT2_KEYS if gpt2 else LLAMA_KEYS).items()}
     made = library().AutoConfig.for_model(kind, **sizes, **more, **tokens)
-    for group, mine, back in zip(("model", "attention"), (model, attention), configuration(made), strict=True):
-        for name, value in vars(mine).items():
-            if value != (other := getattr(back, name)) and name not in FREE:
-                raise ValueError(f"{group}.{name}={value}: transformers' {kind} has {other}; train model=nano-llama")
+    differ = [
+        f"{group}.{name}={value} (it has {getattr(back, name)})"
+        for group, mine, back in zip(("model", "attention"), (model, attention), configuration(made), strict=True)
+        for name, value in vars(mine).items()
+        if value != getattr(back, name) and name not in FREE
+    ]
+    if differ:
+        raise ValueError(f"transformers' {kind} lacks {', '.join(differ)}; train a model with what it has")
     return made
 
 

@@ -95,7 +95,7 @@ class TrainStep:
     def __post_init__(self):
         self.device = device = next(self.model.parameters()).device
         if self.mode != "eager":
-            # torch.compile's cache on the disk knows an op by its name alone, not by the files that tell it shapes.
+            # torch.compile's cache on the disk knows an op by its name, so the key gets the files that tell it shapes.
             source = b"".join(Path(getfile(what)).read_bytes() for what in (op, Problem))
             torch.compiler.config.cache_key_tag = hashlib.sha256(source).hexdigest()
             # When torch.compile compiles, it sets TRITON_CACHE_DIR to its own folder. A second run, which finds all

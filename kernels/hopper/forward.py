@@ -198,7 +198,7 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
-    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's; past T there may be rows, but no spans
+    low = gl.minimum(row0 + task.T_k - task.T, task.T_k - 1)  # the first row's position; rows past T have no spans
     high = low + how.ROWS - 1  # the last row's
     n_tiles, n_whole = gl.cdiv(task.T_k, how.BLOCK_N), task.T_k // how.BLOCK_N
     found = between(low, high, task.at_least, task.at_most, n_tiles, n_whole, how.BLOCK_N)
