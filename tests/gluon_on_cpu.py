@@ -325,7 +325,7 @@ def on_cpu(name: str, line: str = "", instead: str = "") -> ModuleType:
     for shared in (flash.between, flash.in_documents):
         theirs[shared.fn.__name__] = FunctionType(shared.fn.__code__, theirs)
     module.between, module.in_documents = theirs["between"], theirs["in_documents"]
-    module.__dict__.update(OF_BACKWARD | {"LONG": 350, "WAVE": 2} if name == "backward" else {})  # waves in short ones
+    module.__dict__.update(OF_BACKWARD | {"LONG": 350} if name == "backward" else {})  # waves in short ones
     return module
 
 

@@ -55,7 +55,6 @@ BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether step() computes dq of the tile before, so that no consumer waits for the other's ds of this tile.
 LATE = {64: True, 128: False}
 SECTION = gl.constexpr(256)  # tiles of keys of the heads that are computed at the same time, if G > 1. Measured
-WAVE = gl.constexpr(128)  # tiles of keys of a wave, about as many as there are programs
 LONG = 2**15  # keys from which on there are waves with the causal mask, G = 1 and D = 128. Measured
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
@@ -69,7 +68,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
-    IN_WAVES: gl.constexpr  # the tiles of keys are taken in waves: item_at()
+    WAVE: gl.constexpr  # tiles of keys of a wave, one for each program: item_at(). 0: they are not taken in waves
     DQ_FIRST: gl.constexpr  # a step starts dq before dk, and hands it over while dk is computed. Always, if LATE
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
@@ -110,7 +109,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
     of_one = 4 * G * tiles * rows * D  # bytes for one key head: the sums of dq of its G query heads
     at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
     sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
-    in_waves = problem.causal and D == 128 and G == 1 and T_k >= LONG
+    wave = processors(q.device) if problem.causal and D == 128 and G == 1 and T_k >= LONG else 0
     for begin in range(0, B * H_kv, at_once):
         heads = min(at_once, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * heads  # those that have keys
@@ -118,7 +117,7 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
         backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16), counters, begin, heads, H, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed, threshold,
-            how(D, G, in_waves, problem.causal, dropout), num_warps=4, maxnreg=168,
+            how(D, G, wave, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(heads * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, blind_rows, scale, rows, D, num_warps=4
@@ -126,10 +125,10 @@ def launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem: Problem) ->
 
 
 @cache  # Triton looks up the compiled kernel by identity
-def how(D: int, G: int, in_waves: bool, causal: bool, dropout: bool) -> How:
-    dq_first = LATE[D] or (G == 1 and not in_waves)  # where it was faster; so were turns below
+def how(D: int, G: int, wave: int, causal: bool, dropout: bool) -> How:
+    dq_first = LATE[D] or (G == 1 and not wave)  # where it was faster; so were turns below
     turns = 2 if LATE[D] and not dropout else 0
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], in_waves, dq_first, turns, causal, dropout)))
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, G, LATE[D], wave, dq_first, turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -174,7 +173,7 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, blind_rows, scale, RO
 # 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # only how.IN_WAVES depends on lengths
+@gluon.jit(do_not_specialize=["begin", "heads", "H", "T", "T_k", "threshold"])  # only how.WAVE depends on lengths
 def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H, T, T_k, scale2, dk_scale,
                     dv_scale, seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
@@ -209,7 +208,7 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, heads, H,
 def items_of(task, how: gl.constexpr):
     """How many tiles of 2 * KEYS keys there are. Waves are whole: a head's last tiles may have no keys."""
     per_head = gl.cdiv(task.T_k, 2 * how.KEYS)
-    return task.heads * (gl.cdiv(per_head, WAVE) * WAVE if how.IN_WAVES else per_head)
+    return task.heads * (gl.cdiv(per_head, how.WAVE) * how.WAVE if how.WAVE else per_head)
 
 
 @gluon.jit
@@ -227,14 +226,14 @@ def item_at(item, task, how: gl.constexpr):
         # In that order q and do would not fit the L2 cache. So all visit the same queries at the same time, downwards.
         # The first keys come first: if causal, they visit the most.
         key_head, tile = in_sections(item, per_head, gl.maximum(SECTION // per_head, 1), task.heads)
-    if how.IN_WAVES:
+    if how.WAVE:
         # Two heads alternate: one upwards, where each item takes longer than the one before, so that the programs move
         # apart, and one downwards, where each takes less time and they meet again.
-        waves = gl.cdiv(per_head, WAVE)
-        key_head, wave = in_sections(item // WAVE, waves, 2, task.heads)
-        tile = wave * WAVE + item % WAVE
+        waves = gl.cdiv(per_head, how.WAVE)
+        key_head, wave = in_sections(item // how.WAVE, waves, 2, task.heads)
+        tile = wave * how.WAVE + item % how.WAVE
         down = key_head % 2 == 1
-        tile = gl.where(down, tile, waves * WAVE - 1 - tile)
+        tile = gl.where(down, tile, waves * how.WAVE - 1 - tile)
         stop = gl.where(tile < per_head, stop, 0)
     first, whole = 0, 0
     if how.CAUSAL:
@@ -376,9 +375,9 @@ def gradients(count, item, phase, shared, dk, dv, task, seed, how: gl.constexpr,
     mbarrier.wait(shared.kv_full.index(0), phase)
     first_count = count
     head = (task.begin + key_head) * how.G
-    for part in gl.static_range(1 if how.IN_WAVES else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
+    for part in gl.static_range(1 if how.WAVE else 2):  # masked tiles are part 0 or, if G > 1 (downwards), part 1
         low, high = (first, whole) if part == (how.G > 1) else (whole, stop)
-        if how.IN_WAVES:  # all masked: those that are cut come first or last, and three loops would need more registers
+        if how.WAVE:  # all masked: those that are cut come first or last, and three loops would need more registers
             low, high = first, stop
         for x in range(high - low):
             t = nth_tile(x, low, high, down)
