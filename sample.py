@@ -58,6 +58,8 @@ class Config(Sampler):
         check(self)
         if bool(self.prompt) + bool(self.prompt_file) + self.context + bool(self.export) > 1:
             raise ValueError("prompt=, prompt_file=, context= and export= are different things: give one of them")
+        if self.run and self.checkpoint not in ("best", "last"):
+            raise ValueError(f"run={self.run} and checkpoint={self.checkpoint} are two models: give one of them")
 
 
 def sample(cfg: Config) -> None:

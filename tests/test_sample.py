@@ -184,7 +184,7 @@ def test_a_broken_models_text_is_stamped(call, run):
 
 MISTAKES = ["run=none", "checkpoint=nowhere", "prompt=a prompt_file=b", "prompt_file=nowhere", "temperature=-1",
             "num_samples=0", "num_sample=3", "device=tpu", "impl=cudnn", "context=true", "export={run}",
-            "prompt=a export={run}-new", "--start=a b"]  # fmt: skip
+            "prompt=a export={run}-new", "--start=a b", "run=x checkpoint={run}"]  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
