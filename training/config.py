@@ -226,8 +226,8 @@ def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoin
     ValueError for a value that is not allowed or contradicts a resumed run."""
     typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
     source, chosen, usual_steps = resumed or parent, HydraConfig.get().runtime.choices, cfg.steps
-    if resumed and (twice := {"experiment", "init_from"} & {*typed}):
-        raise ValueError(f"a resumed run has its weights and its experiment's values already: leave {min(twice)}= out")
+    if resumed and (needless := {"experiment", "init_from"} & {*typed}):
+        raise ValueError(f"a resumed run has its weights and its experiment's values: leave {min(needless)}= out")
     if source:
         theirs = as_text(source.state["config"])
         if parent:

@@ -68,7 +68,7 @@ class How:
     D: gl.constexpr
     G: gl.constexpr  # query heads of a key head
     LATE: gl.constexpr
-    WAVE: gl.constexpr  # tiles of keys of a wave, one for each program: item_at(). 0: they are not taken in waves
+    WAVE: gl.constexpr  # tiles of keys of a wave, one for each program: item_at(). 0: there are no waves
     DQ_FIRST: gl.constexpr  # a step starts dq before dk, and hands it over while dk is computed. Always, if LATE
     TURNS: gl.constexpr  # 2: the consumers start their tiles in turn, so one computes while the other multiplies; or 0
     CAUSAL: gl.constexpr
